@@ -72,6 +72,23 @@ PANELS = (
         "Busiest rank, if experts were split over ranks",
         {"{{ranks}} ranks": "max by (ranks) (moe_optimizer_expert_load_rank_imbalance_ratio{MODEL})"},
     ),
+    Panel(
+        "Kernel calls",
+        {"{{kernel}}": "sum by (kernel) (rate(moe_optimizer_kernel_calls_total{MODEL}[RATE]))"},
+        description="Of all layers and workers. Replays of a CUDA graph are not seen: on GPUs these are the captures.",
+    ),
+    Panel(
+        "Fallbacks",
+        {"{{pass}}: {{reason}}": "sum by (pass, reason) (moe_optimizer_fallbacks{MODEL})"},
+        description="Layers that stay as vLLM has them, or workers in which a pass is not applied.",
+    ),
+    Panel(
+        "FP8 weights at the largest number",
+        {"{{model_name}}": "moe_optimizer_fp8_saturated_weights_ratio{MODEL}"},
+        unit="percentunit",
+        description="A scale per block brings its largest weight there, and no other: more is clipping.",
+    ),
+    Panel("Kernels by tokens of a step", {"": "moe_optimizer_kernel_range{MODEL}"}, table=True),
     Panel("Passes", {"": "max by (pass, state) (moe_optimizer_pass_state{MODEL}) == 1"}, table=True),
     Panel("Versions", {"": "moe_optimizer_build_info{MODEL}"}, table=True),
 )

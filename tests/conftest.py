@@ -35,7 +35,7 @@ _SERVER_FILES = (
     "test_bf16_equals_stock.py",
     "test_disaggregation.py",
     "test_placed_experts.py",
-    "test_quality.py",
+    "test_measured.py",
     "test_failures.py",
     "test_fp8.py",
     "test_flag_passes.py",

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.measuring_options import BenchOptions, TrafficOptions
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, BenchOptions, TrafficOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import first_side, named_apart, side_of
 from moe_optimizer.errors import InputError

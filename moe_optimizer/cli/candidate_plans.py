@@ -6,11 +6,12 @@ import dataclasses
 
 from moe_optimizer import env
 from moe_optimizer.cli import planning
-from moe_optimizer.cli.options import TuneOptions
+from moe_optimizer.cli.measuring_options import TuneOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.speed_questions import measure_if_needed
 from moe_optimizer.errors import InputError
+from moe_optimizer.measure.bench.side import STOCK, Side
 from moe_optimizer.measure.tune.trial import Candidate
 from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Wish
@@ -64,6 +65,14 @@ class CandidatePlans:
             check_can_serve_here(plan, settings)
             self._checked.add(flags)
         return plan
+
+    def side(self, candidate: Candidate, number: int) -> Side:
+        """Return what a benchmark serves for a candidate, as side `number`.
+
+        Raises:
+            MoeOptimizerError: as `plan`.
+        """
+        return Side(name=STOCK if candidate.stock else f"{candidate}"[:60], plan=self.plan(candidate, number))
 
     def _changed(self, candidate: Candidate) -> PlanRequest:
         off = candidate.off & frozenset(PASS_NAMES) - {_STAYS}

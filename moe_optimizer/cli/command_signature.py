@@ -12,7 +12,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import DECLARATION, SWITCHES, CommonOptions, PlanOptions
+from moe_optimizer.cli.option_fields import DECLARATION
+from moe_optimizer.cli.options import SWITCHES, CommonOptions, PlanOptions
 from moe_optimizer.plan.serve_args import ServeArguments
 
 Options = TypeVar("Options", bound=CommonOptions)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import CompareResultsOptions
+from moe_optimizer.cli.measuring_options import CompareResultsOptions
 from moe_optimizer.errors import InputError
 
 

@@ -11,8 +11,13 @@ import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.measuring_options import (
+    MeasureSpeedsOptions,
+    MeasureStepOptions,
+    MeasureTextOptions,
+    SensitivityOptions,
+)
 from moe_optimizer.cli.option_values import whole_numbers
-from moe_optimizer.cli.options import MeasureSpeedsOptions, MeasureStepOptions, MeasureTextOptions, SensitivityOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import InputError
 

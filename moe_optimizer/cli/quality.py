@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import judgement, messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, QualityOptions
+from moe_optimizer.cli.measuring_options import QualityOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import first_side, named_apart, side_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError

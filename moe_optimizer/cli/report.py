@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import ReportOptions
+from moe_optimizer.cli.measuring_options import ReportOptions
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
-from moe_optimizer.cli.options import DEFAULT_PORT, BenchOptions, QualityOptions
+from moe_optimizer.cli.measuring_options import BenchOptions, QualityOptions
+from moe_optimizer.cli.options import DEFAULT_PORT
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.process_environment import changed_environment
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import TopOptions
+from moe_optimizer.cli.measuring_options import TopOptions
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, InputError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,9 @@ def _block(server: ServerActivity, rates: Sequence[float], width: int) -> list[s
     if now.passes:
         states = ", ".join(f"{name} {state.replace('_', ' ')}" for name, state in now.passes.items())
         lines += textwrap.wrap(states, width, initial_indent="  passes    ", subsequent_indent=" " * 12)
+    if now.kernels:
+        kernels = ", ".join(f"{tokens}: {kernel}" for tokens, kernel in _by_tokens(now.kernels))
+        lines += textwrap.wrap(kernels, width, initial_indent="  kernels   ", subsequent_indent=" " * 12)
     if now.compiled_after_ready is not None:
         lines.append(f"  compiled  {now.compiled_after_ready:>10,} after ready")
     if now.worst_imbalance is not None:
@@ -46,6 +50,11 @@ def _block(server: ServerActivity, rates: Sequence[float], width: int) -> list[s
     if rates:
         lines.append(f"  {_curve(rates, width - 2)}")
     return [line[:width] for line in lines]
+
+
+def _by_tokens(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return for example "1-8 tokens, bf16" with its kernel, the fewest tokens of each dtype first."""
+    return sorted(kernels.items(), key=lambda each: (each[0].split()[-1], int(re.split("[-+]", each[0])[0])))
 
 
 def _times(times: Times) -> str:

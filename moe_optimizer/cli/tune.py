@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.cli import INTERRUPTED, messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import ONLY_TRITON, TuneOptions
+from moe_optimizer.cli.measuring_options import ONLY_TRITON, TuneOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.tune_triton import tune_triton
 from moe_optimizer.errors import ExitCode

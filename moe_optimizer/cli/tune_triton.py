@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.measuring_options import TuneOptions
 from moe_optimizer.cli.option_values import whole_numbers
-from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import MoeOptimizerError, UnsupportedError
 from moe_optimizer.files import make_private_folder

@@ -11,7 +11,8 @@ from pathlib import Path
 from moe_optimizer.cli import judgement, messages, quality
 from moe_optimizer.cli.bench import traffic_of
 from moe_optimizer.cli.candidate_plans import CandidatePlans
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions, QualityOptions, TuneOptions
+from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions, TuneOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
 from moe_optimizer.errors import MoeOptimizerError
@@ -19,6 +20,7 @@ from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
@@ -70,7 +72,7 @@ class Tuning:
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
-                plan_of=plans.plan, template=template, goal=self._goal, judge=self._judge,
+                side_of=plans.side, template=template, goal=self._goal, judge=self._judge,
                 journal=journal, on_step=show,
             )  # fmt: skip
             found = search(question, measure, journal, show)
@@ -132,7 +134,8 @@ class Tuning:
         """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
         options = self._options
         workload, trace = traffic_of(options)
-        if workload is not None and not options.clients and not options.rates:
+        is_default = options.workload == DEFAULT_WORKLOAD and not options.clients and not options.rates
+        if workload is not None and is_default:
             workload = workload.model_copy(update={"clients": (plan.workload.batch_size,), "rates": ()})
         return BenchRequest(
             command=("moe-optimizer", *sys.argv[1:]),
@@ -183,8 +186,7 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
         PlannedPass(
             name=name,
             with_passes=tuple(other for other in on if other != name and name in needed_by(other, device)),
-            predicted=decision.gain.ratio.value if decision.gain else None,
-            predicted_metric=decision.gain.metric if decision.gain else None,
+            expected=expected_gain(decision),
         )
         for name, decision in on.items()
         if not decision.required

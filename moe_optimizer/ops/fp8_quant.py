@@ -20,6 +20,7 @@ Quantizer = Literal["builtin", "transformer_engine"]
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 number."""
+_MAGNITUDE_BITS, _LARGEST_BITS = 0x7F, 0x7E
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Chosen: the FP32 intermediate of one step. A whole layer of a large model would be another copy of it.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
@@ -99,6 +100,22 @@ def dequantize_fp8(quantized: Tensor, scale: Tensor, dtype: torch.dtype = torch.
             values.mul_(factors[blocks].view(values.shape[0], 1, values.shape[2], 1))
             target[rows] = _rows(values, matrix[rows].shape)
     return out
+
+
+def saturated_share(*quantized: Tensor) -> float:
+    """Return the share of E4M3 numbers whose magnitude is the largest one.
+
+    With the scales of `quantize_fp8` a block or channel has one such number, as far as it has only one largest weight.
+
+    Args:
+        quantized: float8_e4m3fn [E, N, K].
+    """
+    largest = sum(
+        int((matrix.view(torch.uint8) & _MAGNITUDE_BITS == _LARGEST_BITS).sum())
+        for each in quantized
+        for matrix in each
+    )
+    return largest / max(1, sum(each.numel() for each in quantized))
 
 
 def _quantize_elsewhere(matrix: Tensor, target: Tensor, factors: Tensor) -> None:

@@ -34,6 +34,8 @@ class OptimizationPass(ABC):
     """What it does, for --help: a few words."""
     limits: ClassVar[str]
     """What it does not cover, or what it may cost: a sentence for the plan."""
+    no_gain: ClassVar[str]
+    """Why no gain is modelled where its decision states none."""
     needs_experts: ClassVar[bool] = False
     """Whether a dense model has nothing to do for it."""
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {}
@@ -87,6 +89,7 @@ class OptimizationPass(ABC):
     ) -> Decision:
         """Return a Decision of this pass with wish, origin and required filled in."""
         wish, origin = ctx.wish(self.name)
+        no_gain = fields.pop("no_gain", self.no_gain)
         return Decision(
             pass_name=self.name,
             wish=wish,
@@ -95,6 +98,7 @@ class OptimizationPass(ABC):
             value=value,
             reason=reason,
             applier=applier,
+            no_gain=no_gain if status is Status.ON and fields.get("gain") is None else "",
             limits=self.limits,
             required=self.is_required(ctx) or (status is Status.ON and ctx.requires_setting_of(self.name)),
             **fields,

@@ -56,6 +56,7 @@ class Disaggregation(OptimizationPass):
         "tunes latency, not throughput: each server holds the whole model and has half of the devices, and every "
         "prompt's cache travels between them"
     )
+    no_gain = "how often a long prompt holds up answers depends on the traffic, and the model is of one step"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for two servers, and arguments that both can have."""

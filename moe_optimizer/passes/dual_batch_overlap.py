@@ -27,6 +27,7 @@ class DualBatchOverlap(OptimizationPass):
         "pays only where the exchange takes long beside the computation; can fail at start-up for some "
         "models, so it must be tried on the very model and machine before it is relied on"
     )
+    no_gain = "it has not run with this version: how much of the exchange it hides is not known"
     needs_experts = True
 
     def why_not(self, ctx: PlanContext) -> str:

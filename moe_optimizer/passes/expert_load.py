@@ -27,6 +27,7 @@ class ExpertLoad(OptimizationPass):
     flag = "expert-load"
     title = "count the tokens that each expert is given"
     limits = "tokens of rejected speculation count; not with data parallelism or dual batch overlap"
+    no_gain = "it counts, and makes nothing faster"
     needs_experts = True
 
     def why_not(self, ctx: PlanContext) -> str:

@@ -43,6 +43,7 @@ class ExpertPlacement(OptimizationPass):
     flag = "expert-placement"
     title = "place and replicate experts by their load"
     limits = "as good as the traffic is like the one measured; no speed was measured on GPUs"
+    no_gain = "no load is given that was not used to place the experts"
     needs_experts = True
 
     def why_not(self, ctx: PlanContext) -> str:

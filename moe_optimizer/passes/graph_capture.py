@@ -37,6 +37,7 @@ class GraphCapture(OptimizationPass):
     flag = "graph-capture"
     title = "CUDA graphs for every planned batch size"
     limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
+    no_gain = "how long a step waits for launches without a graph is in no record"
 
     def why_not(self, ctx: PlanContext) -> str:
         """CUDA graphs need a GPU and no argument of the user's against them; eager execution needs neither."""
@@ -57,7 +58,8 @@ class GraphCapture(OptimizationPass):
         if _eager(ctx):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             eager = ServeArguments("--enforce-eager")
-            return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager)
+            slower = "it starts sooner and computes more slowly: no record says by how much"
+            return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager, no_gain=slower)
         # Of a larger batch no more than these run at once.
         batch = min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs)
         default = min(2 * ctx.scheduler.max_num_seqs, _VLLM_CAP)
@@ -71,6 +73,7 @@ class GraphCapture(OptimizationPass):
             fields["vllm_args"] = ServeArguments(_FLAG, str(size))
         elif batch <= default:
             size, reason = default, f"vLLM's own capture sizes cover a batch of {batch}"
+            fields["no_gain"] = "stock vLLM captures the same"
         else:
             size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
             sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)

@@ -36,6 +36,7 @@ class Replicas(OptimizationPass):
     flag = "replicas"
     title = "whole servers behind a router, each on its share of the GPUs"
     limits = "on one machine; requests are dealt in turns, so prompts with a common beginning may meet different caches"
+    no_gain = "stock vLLM is one server; the layouts are ranked among each other"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for two servers on one machine, and arguments that servers behind a router can have."""

@@ -38,6 +38,7 @@ class Scheduler(OptimizationPass):
     flag = "scheduler"
     title = "requests and tokens in one step, from batch size and memory"
     limits = "activation memory is modelled"
+    no_gain = "its sizes decide how requests wait for each other, and the model is of one step"
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's own defaults, as the memory plan needs to know them."""

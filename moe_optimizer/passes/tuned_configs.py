@@ -46,6 +46,7 @@ class TunedConfigs(OptimizationPass):
     flag = "tuned-configs"
     title = "use a tuned Triton MoE configuration"
     limits = "it applies where vLLM picks its Triton kernel, which another MoE backend may replace"
+    no_gain = "no record of `moe-optimizer tune` lies beside the file"
     needs_experts = True
 
     def why_not(self, ctx: PlanContext) -> str:

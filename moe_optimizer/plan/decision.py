@@ -82,6 +82,8 @@ class Decision:
     """Alternative -> why not."""
     gain: Gain | None = None
     """None: nothing is claimed."""
+    no_gain: str = ""
+    """Why none is modelled, of a pass that is on without one."""
     required: bool = False
     """True: the server must not count as started when this did not run (exit code 6)."""
     vllm_args: ServeArguments = NO_ARGUMENTS

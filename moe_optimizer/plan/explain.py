@@ -146,8 +146,8 @@ class _Page:
 
     def _details(self, decision: Decision) -> Iterator[str]:
         details = [("asked by", decision.wish_origin)]
-        if decision.gain is None and decision.status is Status.ON:
-            details.append(("expected gain", "none is claimed"))
+        if decision.no_gain:
+            details.append(("expected gain", f"none is modelled: {decision.no_gain}"))
         details += [("evidence", text) for text in decision.evidence]
         details += [("rejected", f"{choice}: {why}") for choice, why in decision.rejected.items()]
         details += [("limits", decision.limits)] if decision.limits else []

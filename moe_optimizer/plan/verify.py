@@ -68,6 +68,8 @@ def _verify_decision(decision: Decision) -> None:
         assert not decision.env, f"{name}: no applier, yet {decision.env}"
     if decision.gain is not None:
         assert decision.gain.ratio.value > 0, f"{name}: gain {decision.gain}"
+    stated = decision.gain is not None or bool(decision.no_gain)
+    assert status is not Status.ON or stated, f"{name}: neither a gain nor why none is modelled"
     for key, value in decision.env.items():
         assert key.isidentifier(), f"{name}: environment {key!r}={value!r}"
         assert "\0" not in value, f"{name}: environment {key!r}={value!r}"

@@ -63,6 +63,8 @@ class LayerProof:
     """Why the weights are not on huge pages, which the CPU kernels read faster; "" where they are, or on a GPU."""
     output_error: float | None = None
     """Relative change of the layer's output by the planned format, on random tokens; None: not measured."""
+    saturated: float | None = None
+    """Share of FP8 weights whose magnitude is the largest that FP8 has; None: not in FP8, or not looked at."""
     why_plain: str = ""
     """Why the layer stays plain although the plan names another format; "" where it does not."""
     self_check_error: float | None = None
@@ -137,6 +139,16 @@ class CompilationProof:
 
 
 @dataclass(slots=True, kw_only=True)
+class MemoryProof:
+    """Bytes that the parts of one worker take, to stand beside those of the memory plan."""
+
+    weight_bytes: int
+    kv_cache_bytes: int
+    activation_bytes: int | None
+    """As vLLM measured them, with an estimate for its graphs; None where it does not (CPU)."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Proof:
     """The proof of one process."""
 
@@ -158,6 +170,8 @@ class Proof:
     """The label `model_name` of vLLM's metrics; "" in a process that holds no part of the model."""
     compilations: CompilationProof | None = None
     """None in a process that compiles nothing, or where nobody looks."""
+    memory: MemoryProof | None = None
+    """None in a process without a part of the model, and before its first step."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -86,10 +86,11 @@ def _install_compilation_count(session: PluginSession) -> None:
         return
     _patch(session, None, WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL, JIT_EVENTS)
     if session.proof.role == "frontend":
+        from moe_optimizer.vllm_plugin.kernel_metrics import kernel_metrics
         from moe_optimizer.vllm_plugin.metrics_page import show_on_metrics
         from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 
-        show_on_metrics(session.run_dir, proof_metrics)
+        show_on_metrics(session.run_dir, proof_metrics, kernel_metrics)
 
 
 def _install_decisions(session: PluginSession) -> None:

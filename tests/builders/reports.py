@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from moe_optimizer.measure.report.inputs import Inputs, Run, read_inputs
+from moe_optimizer.measure.tune.ledger import Entry, TuneResult
 from moe_optimizer.planner import make_plan
-from moe_optimizer.proof.record import CompilationProof, LayerProof, PassProof, Proof
+from moe_optimizer.proof.record import CompilationProof, LayerProof, MemoryProof, PassProof, Proof
 from tests.builders import plans
 from tests.builders.machines import gpus
 from tests.builders.models import qwen3_30b_a3b
@@ -44,6 +45,7 @@ def full_inputs() -> Inputs:
             for decision in on
         },
         compilations=CompilationProof(before_ready=9, after_ready=0),
+        memory=MemoryProof(weight_bytes=57 << 30, kv_cache_bytes=9 << 30, activation_bytes=None),
     )  # fmt: skip
     return Inputs(
         runs=(Run(title="balanced", plan=plan, proofs=(proof,)),),
@@ -51,4 +53,24 @@ def full_inputs() -> Inputs:
         ledgers=read_inputs([STEP_RECORD]).ledgers,
         quality=json.loads(json.dumps(QUALITY)),
         load=plans.expert_load(model),
+        tuning=_tuning(),
     )
+
+
+def _tuning() -> TuneResult:
+    entries = (
+        Entry(
+            step="ablation", what="flash_dmoe", against="without flash_dmoe", kept=True, reason="wins",
+            verdict="faster", ratio=1.08, low=1.05, high=1.11, predicted=1.12,
+            predicted_metric="expert kernels of one layer at 8 tokens",
+        ),
+        Entry(
+            step="ablation", what="scheduler", against="without scheduler", kept=False, reason="does not win",
+            verdict="no difference shown", ratio=1.0, low=0.99, high=1.01, no_prediction="the model is of one step",
+        ),
+    )  # fmt: skip
+    return TuneResult(
+        goal="throughput", metric="output tokens/s", met=True, nearest_miss=None, plan="without scheduler",
+        plan_file="plan.json", plan_digest="0" * 16, passes=("flash_dmoe",), arguments={}, ended="done",
+        budget_s=1200.0, spent_s=1100.0, entries=entries, environment={"model": "some/a-model"},
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import fp8_quant
-from moe_optimizer.ops.fp8_quant import E4M3_MAX, Granularity, dequantize_fp8, quantize_fp8
+from moe_optimizer.ops.fp8_quant import E4M3_MAX, Granularity, dequantize_fp8, quantize_fp8, saturated_share
 
 GRANULARITIES: tuple[Granularity, ...] = ("block", "channel")
 FP32_SLACK = 1 + 2.0**-20
@@ -166,3 +166,15 @@ def test_a_strided_weight_is_read_in_place() -> None:
     expected, expected_scale = quantize_fp8(weight.T.contiguous())
     assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale, expected_scale)
+
+
+def test_saturated_are_the_weights_at_the_largest_number_of_either_sign() -> None:
+    quantized = torch.tensor([[[448.0, -448.0, 416.0, 0.0]], [[1.0, -2.0, 448.0, -416.0]]]).to(torch.float8_e4m3fn)
+    assert saturated_share(quantized, quantized) == pytest.approx(3 / 8)
+
+
+def test_a_scale_for_a_block_brings_few_weights_but_the_largest_there() -> None:
+    weight = random_weight(0, (2, 256, 256), 1.0, torch.float32)
+    blocks = 2 * 2 * 2
+    # A weight within a rounding of the largest lands on the same number.
+    assert blocks <= saturated_share(quantize_fp8(weight)[0]) * weight.numel() <= 3 * blocks

@@ -1,4 +1,4 @@
-"""Makes our CPU kernel wrong in a running server, as a file says; laid on the server's path as sitecustomize.
+"""Makes our kernels wrong in a running server, as a file says; laid on the server's path as sitecustomize.
 
 The file named by MOE_TEST_FAULT_FILE holds the name of a mistake, or nothing. It is read at every call, so that one
 server shows them all.
@@ -10,22 +10,27 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-_MODULE = "moe_optimizer.ops.fused_experts"
 BATCH = 8
 """Tokens in a step at which some mistakes are made."""
 MANY = 200
+SLOW_S = 0.03
+"""Longer by each call; a layer takes less than a millisecond."""
 _FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
 _captured: dict[tuple[str, int], Any] = {}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Replaces the kernel once its module is imported."""
+    """Replaces a kernel once its module is imported."""
+
+    def __init__(self, name: str, replace: Any) -> None:
+        self.name, self.replace = name, replace
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != _MODULE:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -35,19 +40,25 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def executed(module: Any) -> None:
             execute(module)
-            module.fused_experts = _wrong(module.fused_experts)
+            self.replace(module)
 
         loader.exec_module = executed
         return spec
 
 
-def _wrong(kernel: Any) -> Any:
+def _wrong_on_cpu(module: Any) -> None:
+    kernel = module.fused_experts
+
     def fused_experts(x: Any, w13: Any, w2: Any, topk_weights: Any, topk_ids: Any, **others: Any) -> Any:
         import torch
 
         mistake, tokens = _FILE.read_text().strip(), x.shape[0]
         if not mistake.startswith("frozen"):
             _captured.clear()
+        if mistake == "slow":
+            time.sleep(SLOW_S)
+        elif mistake == "dead":
+            os._exit(1)
         if mistake == "scale" or (mistake == "above" and tokens > MANY):
             topk_weights = topk_weights * (1.02 if mistake == "scale" else 1.1)
         elif mistake == "stale scale":
@@ -62,8 +73,24 @@ def _wrong(kernel: Any) -> Any:
             found.fill_(float("nan"))
         return found
 
-    return fused_experts
+    module.fused_experts = fused_experts
+
+
+def _wrong_on_gpus(module: Any) -> None:
+    """Only while a graph is captured: what it replays is wrong, and what runs without one is right."""
+    experts = module.MoeOptimizerCudaExperts
+    compute = experts.compute
+
+    def wrong(self: Any, call: Any) -> Any:
+        import torch
+
+        if _FILE.read_text().strip() == "captured" and torch.cuda.is_current_stream_capturing():
+            call = call._replace(topk_weights=call.topk_weights * 1.1)
+        return compute(self, call)
+
+    experts.compute = wrong
 
 
 if "MOE_TEST_FAULT_FILE" in os.environ:
-    sys.meta_path.insert(0, _AfterImport())
+    sys.meta_path.insert(0, _AfterImport("moe_optimizer.ops.fused_experts", _wrong_on_cpu))
+    sys.meta_path.insert(0, _AfterImport("moe_optimizer.vllm_plugin.experts.cuda", _wrong_on_gpus))

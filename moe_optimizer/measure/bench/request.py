@@ -56,25 +56,35 @@ class BenchRequest:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all servers have room beside each other. On a GPU vLLM takes what there is."""
+        """Whether all servers fit beside each other: on a GPU vLLM takes what there is, on a CPU what it needs."""
         plans = [side.plan for side in self.sides if side.plan is not None]
         if len(self.sides) > 1 and any(plan.num_gpus for plan in plans):
             return False
-        needed = sum(plan.memory.budget_bytes for plan in plans)
-        return len(self.sides) == 1 or all(needed <= plan.memory.total_bytes for plan in plans)
+        needed = sum((plan.memory.budget_bytes - plan.memory.unused_bytes) * plan.memory.num_devices for plan in plans)
+        return len(self.sides) == 1 or all(needed <= plan.memory.budget_bytes for plan in plans)
 
     def requests(self, turn: Turn) -> tuple[TraceRequest, ...]:
-        """Return the requests of one turn: the same for both sides, and others in every repetition."""
+        """Return the requests of one turn: alike for both sides, and other prompts in every repetition and attempt."""
+        attempt = len(self.discarded(turn))
         number = turn.repetition + (0 if turn.counted else _WARM_UP_ROUND)
         if self.workload is None:
-            return moved(self.trace, number)
+            return moved(self.trace, number, attempt=attempt)
         shorter = {"requests_per_client": 1, "seconds": self.workload.seconds / 2}
         workload = self.workload if turn.counted else self.workload.model_copy(update=shorter)
-        return draw(workload, turn.load, round_number=number)
+        return draw(workload, turn.load, round_number=number, attempt=attempt)
 
     def samples_path(self, turn: Turn) -> Path:
         """Return the file of the samples of one turn."""
         return self.folder / f"{turn.key}.json"
+
+    def discarded(self, turn: Turn) -> tuple[Path, ...]:
+        """Return the samples of earlier attempts at a turn, which do not count: something compiled."""
+        return tuple(sorted(self.folder.glob(f"{turn.key}.discarded-*.json")))
+
+    def discard(self, turn: Turn) -> None:
+        """Keep the samples of a turn, but not as those that count."""
+        path = self.samples_path(turn)
+        path.rename(path.with_suffix(f".discarded-{len(self.discarded(turn))}.json"))
 
     def claim_folder(self) -> None:
         """Create the folder, or take one in which the same benchmark was stopped.

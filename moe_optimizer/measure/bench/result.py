@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
 from moe_optimizer.measure.bench.trace import Load
+from moe_optimizer.measure.expected_gains import ExpectedGain
 
 RESULT_FILE = "bench.json"
 """The result of a benchmark, in its folder."""
@@ -33,6 +35,9 @@ class LoadResult:
     rate: float | None
     """Requests per second; None with `clients`: a closed loop, and without: a trace's own times."""
     rounds: int
+    """Those that count."""
+    discarded: int = 0
+    """Rounds that were thrown away and sent again, because a kernel was compiled meanwhile on one of the sides."""
     completed: int
     failed: int
     """Always 0: a failed request ends a benchmark."""
@@ -62,11 +67,22 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """One part of the memory plan of the fullest device, and what was found there."""
+
+    part: Literal["weights", "cache", "activations"]
+    planned_bytes: int
+    found_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes in use at the end, of the GPUs together and of the server's processes."""
 
     gpu_bytes: int | None
     process_bytes: int | None
+    parts: tuple[MemoryPart, ...] = ()
+    """Where workers tell them: those of our servers do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,8 @@ class SideResult:
     """None for a server that was only named by its URL."""
     passes: tuple[str, ...]
     """Those that are on by the plan, and proven to run."""
+    expected: tuple[ExpectedGain, ...] = ()
+    """What the plan expects of each of them; the verdicts say what all bring together."""
     ready_s: tuple[float, ...]
     """Seconds from start to ready, one for each start."""
     warm: WarmUp
@@ -116,7 +134,7 @@ class BenchResult:
     environment: Mapping[str, str]
 
 
-def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> LoadResult:
+def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits, *, discarded: int = 0) -> LoadResult:
     """Return what the counted rounds of one load say."""
     tpot = [each for samples in rounds for each in samples.tpot_s]
     itl = [each for samples in rounds for each in samples.itl_s]
@@ -127,6 +145,7 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> L
         clients=load.clients,
         rate=load.rate,
         rounds=len(rounds),
+        discarded=discarded,
         completed=sum(len(samples.errors) for samples in rounds),
         failed=0,
         tpot_ms=spread([_MS * each for each in tpot]) if tpot else None,

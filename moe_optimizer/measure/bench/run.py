@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 
 from moe_optimizer import __version__
-from moe_optimizer.errors import InputError, MoeOptimizerError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
@@ -26,6 +27,8 @@ from moe_optimizer.plan.plan import Plan
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
+_ATTEMPTS = 3
+"""Chosen: at a round. What the first needed is in the caches for the second."""
 
 OnStep = Callable[[float, str], None]
 
@@ -110,11 +113,31 @@ def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]
 
 
 def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], on_step: OnStep) -> None:
-    """Send rounds to servers that are up; a round that must not count leaves no samples.
+    """Send rounds to servers that are up, those again in which something compiled.
 
     Raises:
-        ServerFailedError: a request failed.
+        ServerFailedError: a request failed, or something compiled in every attempt at a round.
     """
+    spoiled: list[Turn] = []
+    for _ in range(_ATTEMPTS):
+        _send_missing(request, turns, up, on_step)
+        spoiled = [turn for turn in turns if turn.counted and read_samples(request.samples_path(turn)).compilations]
+        if not spoiled:
+            return
+        # Both sides of a pair go again: they are compared because they were measured within a minute.
+        rounds = {(turn.load, turn.repetition) for turn in spoiled}
+        for turn in turns:
+            if turn.counted and (turn.load, turn.repetition) in rounds:
+                request.discard(turn)
+    raise ServerFailedError(
+        f"{request.sides[spoiled[0].side].name}, {spoiled[0].load}: kernels were compiled in each of {_ATTEMPTS} "
+        "attempts at a round",
+        hint="go on with the same --run-dir once they are in the caches, and nothing else compiles on this machine",
+    )
+
+
+def _send_missing(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], on_step: OnStep) -> None:
+    """Send the rounds that have no samples; one that must not count leaves none."""
     run_measurement(
         _LOADER,
         LoadRequest(
@@ -148,6 +171,8 @@ def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
         trace=str(trace),
         requests=len(requests),
         clients=turn.load.clients,
+        run_dirs=tuple(map(str, server.run_dirs)),
+        caches=server.caches,
         samples=str(request.samples_path(turn)),
         title=f"{request.sides[turn.side].name}: {turn.load}" + ("" if turn.counted else ", warm-up"),
     )
@@ -162,12 +187,14 @@ class MeasuredSide:
         self._starts: list[StartFacts] = []
         self._warm_up: list[RoundSamples] = []
         self.rounds: dict[Load, list[RoundSamples]] = {}
+        self._discarded: Counter[Load] = Counter()
         for start in plan:
             keys = dict(zip(start.sides, start.keys, strict=True))
             if index in keys:
                 self._starts.append(read_start(start_path(request.folder, keys[index])))
             for turn in start.turns:
                 if turn.side == index:
+                    self._discarded[turn.load] += len(request.discarded(turn))
                     kept = self.rounds.setdefault(turn.load, []) if turn.counted else self._warm_up
                     kept.append(read_samples(request.samples_path(turn)))
 
@@ -178,10 +205,14 @@ class MeasuredSide:
             name=self._side.name,
             plan_digest=self._side.plan.digest if self._side.plan is not None else None,
             passes=self._side.passes,
+            expected=self._side.expected,
             ready_s=tuple(each.ready_s for each in self._starts if each.ready_s is not None),
             warm=warm_up(self._warm_up, sum(compilations) if compilations else None),
             memory=self._starts[-1].memory,
-            loads=tuple(load_result(load, rounds, self._request.limits) for load, rounds in self.rounds.items()),
+            loads=tuple(
+                load_result(load, rounds, self._request.limits, discarded=self._discarded[load])
+                for load, rounds in self.rounds.items()
+            ),
         )
 
 

@@ -31,6 +31,8 @@ class RoundSamples:
     """Empty for a request that succeeded."""
     energy_j: float | None
     """Of all GPUs of the machine; None where they do not count it."""
+    compilations: int = 0
+    """Kernels and graphs that were seen to be compiled meanwhile."""
 
     @property
     def tpot_s(self) -> tuple[float, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import psutil
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.files import read_text
+from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 from moe_optimizer.measure.bench.gpu_counters import memory_bytes
+from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import MemoryUse
+from moe_optimizer.measure.expected_gains import ExpectedGain, expected_gains
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.process_environment import changed_environment
 from moe_optimizer.proof.record import read_proofs
@@ -49,6 +54,11 @@ class Side:
         if self.plan is None or self.name == STOCK:
             return ()
         return tuple(each.pass_name for each in self.plan.decisions if each.status is Status.ON)
+
+    @property
+    def expected(self) -> tuple[ExpectedGain, ...]:
+        """What the plan expects of the passes that are on."""
+        return expected_gains(self.plan) if self.plan is not None and self.passes else ()
 
     @property
     def served(self) -> Any:
@@ -97,6 +107,9 @@ class RunningSide:
     max_model_len: int
     ready_s: float | None
     info: ServerInfo | None
+    planned: MemoryPlan | None = None
+    caches: Mapping[str, str] = field(default_factory=dict)
+    """Variables with which it was started that name folders of compiled kernels."""
 
     def check_alive(self, name: str) -> None:
         """Refuse to go on with a server that has ended or does not answer.
@@ -110,10 +123,14 @@ class RunningSide:
         if not ServerClient(self.base_url, api_key()).healthy():
             raise ServerFailedError(f"{name}: {self.base_url}/health does not answer 200")
 
+    @property
+    def run_dirs(self) -> tuple[Path, ...]:
+        """Folders of its servers; their workers write proofs there, if they have our plugin."""
+        return tuple(server.log_path.parent for server in self.info.servers) if self.info else ()
+
     def facts(self) -> StartFacts:
         """Return what this start was like, and what the server uses now."""
-        folders = [server.log_path.parent for server in self.info.servers] if self.info else []
-        counts = [proof.compilations for folder in folders for proof in model_holders(read_proofs(folder))]
+        counts = [proof.compilations for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
         after_ready = [count.after_ready for count in counts if count is not None]
         return StartFacts(
             ready_s=self.ready_s, memory=self._memory(), compilations=sum(after_ready) if after_ready else None
@@ -124,7 +141,12 @@ class RunningSide:
         tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
         resident = sum(each.memory_info().rss for each in tree)
         used = memory_bytes({each.pid for each in tree})
-        return MemoryUse(gpu_bytes=None if used is None else int(used), process_bytes=resident or None)
+        proofs = [proof for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
+        return MemoryUse(
+            gpu_bytes=None if used is None else int(used),
+            process_bytes=resident or None,
+            parts=memory_parts(self.planned, proofs) if self.planned is not None else (),
+        )
 
 
 @contextlib.contextmanager
@@ -161,6 +183,8 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
             max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
             ready_s=time.monotonic() - begin,
             info=info,
+            planned=side.plan.memory,
+            caches=compile_caches(side.plan, os.environ),
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
 from moe_optimizer.measure.bench.statistics import Spread
 from moe_optimizer.measure.bench.trace import Load
+from moe_optimizer.specs.quantity import bytes_in_words
 
 _METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
 _GIB = 2**30
+_WIDTH = 80
 
 
 def render(result: BenchResult) -> str:
@@ -28,6 +31,7 @@ def render(result: BenchResult) -> str:
     lines += [line for side in result.sides for line in _about(side)]
     if result.verdicts:
         lines += ["", *_verdicts(result)]
+    lines += [line for side in result.sides for line in _expected(side)]
     return "\n".join(lines)
 
 
@@ -48,6 +52,8 @@ def _further(load: LoadResult) -> str:
         parts.append(f"{load.goodput_per_s:.2f} of {load.requests_per_s:.2f} requests/s within the limits")
     if load.joules_per_token is not None:
         parts.append(f"{load.joules_per_token:.3f} J per output token")
+    if load.discarded:
+        parts.append(f"{load.discarded} rounds thrown away: kernels were compiled meanwhile")
     return f"\n{'':<15}{'; '.join(parts)}" if parts else ""
 
 
@@ -63,8 +69,15 @@ def _about(side: SideResult) -> Iterable[str]:
     if side.memory.process_bytes is not None:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
     yield f"{side.name}: {'; '.join(facts)}"
+    if side.memory.parts:
+        parts = [
+            f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"
+            for each in side.memory.parts
+        ]
+        words = f"memory of a worker, planned / found: {', '.join(parts)}"
+        yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if side.passes:
-        yield f"  on: {', '.join(side.passes)}"
+        yield from textwrap.wrap(f"on: {', '.join(side.passes)}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _verdicts(result: BenchResult) -> Iterable[str]:
@@ -72,6 +85,14 @@ def _verdicts(result: BenchResult) -> Iterable[str]:
     yield f"{ours} against {theirs} (intervals hold together with 95 % confidence)"
     for each in result.verdicts:
         yield f"  {each.load:<15}{_METRICS[each.metric]:<23}{_sentence(each)}"
+
+
+def _expected(side: SideResult) -> Iterable[str]:
+    if side.expected:
+        yield f"what the plan expects of each pass of {side.name}; the verdicts are of all together"
+    for each in side.expected:
+        head = f"  {each.pass_name:<19}"
+        yield from textwrap.wrap(str(each), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _sentence(verdict: Verdict) -> str:

@@ -23,6 +23,8 @@ CHUNK_TOKENS = 16
 """Tokens of one id of `hash_ids`."""
 _MAX_BYTES = 256 * 2**20
 _IDS_OF_A_ROUND = 1_000_000_000
+_ROUNDS = 100_000
+"""More than a benchmark has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,15 @@ def loads_of(workload: Workload) -> tuple[Load, ...]:
     return (*(Load(clients=each) for each in workload.clients), *(Load(rate=each) for each in workload.rates))
 
 
-def draw(workload: Workload, load: Load, *, round_number: int) -> tuple[TraceRequest, ...]:
+def draw(workload: Workload, load: Load, *, round_number: int, attempt: int = 0) -> tuple[TraceRequest, ...]:
     """Return the requests of one round: equal for equal arguments, and no prompt comes in two rounds.
 
-    A prompt that came before would be in the prefix cache; only the shared prefix is meant to be.
+    A prompt that came before would be in the prefix cache; only the shared prefix is meant to be. Another attempt at a
+    round has the same times and lengths, and other prompts.
     """
     generator = random.Random(f"{workload.seed} {load} {round_number}")
     # Round and load have ids of their own: a chunk drawn twice would be a cache hit that nobody asked for.
-    digits = random.Random(f"{load}").randrange(1000) + 1000 * round_number
+    digits = random.Random(f"{load}").randrange(1000) + 1000 * (round_number + _ROUNDS * attempt)
     fresh = itertools.count(_IDS_OF_A_ROUND * (1 + digits))
     weights = [kind.share for kind in workload.requests]
     requests = []
@@ -95,9 +98,9 @@ def _shared_ids(workload: Workload, generator: random.Random) -> tuple[int, ...]
     return tuple(range(first, first + shared.tokens // CHUNK_TOKENS))
 
 
-def moved(requests: Iterable[TraceRequest], round_number: int) -> tuple[TraceRequest, ...]:
+def moved(requests: Iterable[TraceRequest], round_number: int, *, attempt: int = 0) -> tuple[TraceRequest, ...]:
     """Return the same requests with prompts of this round alone; what they share among themselves, they still share."""
-    offset = _IDS_OF_A_ROUND * 1000 * (1 + round_number)
+    offset = _IDS_OF_A_ROUND * 1000 * (1 + round_number + _ROUNDS * attempt)
     return tuple(replace(each, hash_ids=tuple(offset + chunk for chunk in each.hash_ids)) for each in requests)
 
 

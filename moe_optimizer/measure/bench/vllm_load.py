@@ -9,12 +9,15 @@ sends all rounds. The result is a file of samples for each round; what they mean
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.bench.compilations import compilations
 from moe_optimizer.measure.bench.gpu_counters import energy_joules
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.trace import CHUNK_TOKENS
@@ -36,6 +39,10 @@ class Round:
     """At most so many requests at a time, each as soon as another ends; None: at the trace's times."""
     samples: str
     """Path of the file to write; a round whose file is there is not sent again."""
+    run_dirs: tuple[str, ...]
+    """Folders of the servers whose workers say what they compile."""
+    caches: Mapping[str, str]
+    """Variables of the server's environment that name folders of compiled kernels, where it has others than we."""
     title: str
     """For progress."""
 
@@ -61,12 +68,14 @@ def send(request: LoadRequest, on_step: OnStep) -> int:
     missing = [each for each in request.rounds if not Path(each.samples).exists()]
     for number, each in enumerate(missing):
         on_step(number / len(missing), each.title)
-        before = energy_joules()
+        folders, environ = [Path(folder) for folder in each.run_dirs], {**os.environ, **each.caches}
+        compiled, before = compilations(folders, environ), energy_joules()
         arguments: Any = parser.parse_args(_arguments(request, each))
         found = main(arguments)
         after = energy_joules()
         used = None if before is None or after is None else after - before
-        write_atomically(Path(each.samples), json.dumps(encode(_samples(found, used))))
+        samples = _samples(found, used, compilations(folders, environ) - compiled)
+        write_atomically(Path(each.samples), json.dumps(encode(samples)))
     return len(missing)
 
 
@@ -84,7 +93,7 @@ def _arguments(request: LoadRequest, each: Round) -> list[str]:
     ]
 
 
-def _samples(found: dict[str, Any], energy: float | None) -> RoundSamples:
+def _samples(found: dict[str, Any], energy: float | None, compiled: int) -> RoundSamples:
     itls = [tuple(map(float, each)) for each in found["itls"]]
     ttfts = tuple(map(float, found["ttfts"]))
     return RoundSamples(
@@ -96,6 +105,7 @@ def _samples(found: dict[str, Any], energy: float | None) -> RoundSamples:
         output_tokens=tuple(map(int, found["output_lens"])),
         errors=tuple(str(each or "") for each in found["errors"]),
         energy_j=energy,
+        compilations=compiled,
     )
 
 

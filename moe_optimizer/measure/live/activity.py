@@ -45,6 +45,8 @@ class Activity:
     preemptions: int
     passes: Mapping[str, str]
     """Pass -> state; empty without our plugin."""
+    kernels: Mapping[str, str]
+    """Tokens of a step and dtype of the weights -> kernel of the experts; empty where ours compute none."""
     compiled_after_ready: int | None
     """Since the start."""
     worst_layer: int | None
@@ -100,6 +102,7 @@ def activity(before: Moment, after: Moment) -> Activity:
         prefix_hit_share=gained(_HITS) / queries if queries else None,
         preemptions=round(gained("vllm:num_preemptions_total")),
         passes=after.passes,
+        kernels=after.kernels,
         compiled_after_ready=after.after_ready,
         worst_layer=worst[0],
         worst_imbalance=worst[1],

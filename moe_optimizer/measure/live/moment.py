@@ -31,6 +31,10 @@ class Moment:
     """The name under which the model is served; "" where no metric has one."""
     passes: Mapping[str, str] = field(default_factory=dict)
     """Pass -> the state that every worker has reached: "not_applied", "applied" or "ran"; empty without our plugin."""
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """Tokens of a step and dtype of the weights, for example "1-8 tokens, bf16" -> kernel of the experts; empty where
+    ours compute none.
+    """
     after_ready: int | None = None
     """Kernels compiled after ready, all workers together; None where nobody counts them."""
     imbalance: Mapping[int, float] = field(default_factory=dict)
@@ -55,6 +59,7 @@ def read_moment(page: str, *, seconds: float) -> Moment:
     buckets: dict[str, dict[float, float]] = {}
     passes: dict[str, str] = {}
     imbalance: dict[int, float] = {}
+    kernels: dict[str, str] = {}
     model, after_ready, engines = "", None, 0
     for sample in (each for prefix in _PREFIXES for each in samples(page, prefix)):
         name, labels, value = sample.name, sample.labels, sample.value
@@ -69,6 +74,8 @@ def read_moment(page: str, *, seconds: float) -> Moment:
         engines += name == RUNNING
         if name == f"{_OURS}pass_state" and value == 1:
             passes[labels["pass"]] = labels["state"]
+        elif name == f"{_OURS}kernel_range":
+            kernels[f"{labels['tokens']} tokens, {labels['weights']}"] = labels["kernel"]
         elif name == f"{_OURS}compilations_total" and labels["when"] == _AFTER_READY:
             after_ready = (after_ready or 0) + int(value)
         elif name == f"{_OURS}expert_load_max_over_mean_ratio":
@@ -80,6 +87,7 @@ def read_moment(page: str, *, seconds: float) -> Moment:
         engines=max(engines, 1),
         model=model,
         passes=passes,
+        kernels=kernels,
         after_ready=after_ready,
         imbalance=imbalance,
     )

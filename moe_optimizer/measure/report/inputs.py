@@ -14,17 +14,20 @@ from moe_optimizer.files import read_text
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult
 from moe_optimizer.measure.decode_step.ledger import Ledger
+from moe_optimizer.measure.tune.ledger import TuneResult
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
 from moe_optimizer.proof.record import PROOF_DIR, Proof, read_proofs
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 _MAX_BYTES = 64 << 20
+_OF_A_RECORD = frozenset({"what", "commit", "dirty", "note"})
+"""Fields of a record that a result does not have."""
 _DEEPEST = 3
 """Folders below a benchmark's: the start of a side, and a server of a group."""
 _HINT = (
-    "a report is made of a run folder, or of what bench, quality, measure step, plan or experts print with --json "
-    "(or wrote to a folder)"
+    "a report is made of a run folder, or of what bench, quality, tune, measure step, plan or experts print with "
+    "--json (or wrote to a folder)"
 )
 
 
@@ -47,6 +50,7 @@ class Inputs:
     ledgers: tuple[tuple[Ledger, Ledger], ...] = ()
     """Of each batch: stock vLLM's, and the plan's."""
     quality: Mapping[str, Any] | None = None
+    tuning: TuneResult | None = None
     load: ExpertLoad | None = None
 
     @property
@@ -139,7 +143,12 @@ def _read_plan(content: dict[str, Any], origin: str, found: _Found) -> None:
 
 
 def _read_bench(content: dict[str, Any], origin: str, found: _Found) -> None:
-    found.rest["bench"] = decode(BenchResult, content, origin=origin)
+    found.rest["bench"] = decode(BenchResult, _without_head(content), origin=origin)
+
+
+def _without_head(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a record holds beside the fields that every record has (benchmarks/record.schema.json)."""
+    return {key: value for key, value in content.items() if key not in _OF_A_RECORD}
 
 
 def _read_steps(content: dict[str, Any], origin: str, found: _Found) -> None:
@@ -158,6 +167,13 @@ def _read_quality(content: dict[str, Any], origin: str, found: _Found) -> None:
     found.rest["quality"] = content
 
 
+def _read_tuning(content: dict[str, Any], origin: str, found: _Found) -> None:
+    head = {"date", "command"} | _OF_A_RECORD
+    found.rest["tuning"] = decode(
+        TuneResult, {key: value for key, value in content.items() if key not in head}, origin=origin
+    )
+
+
 def _read_load(content: dict[str, Any], origin: str, found: _Found) -> None:
     found.rest["load"] = decode(ExpertLoad, content.get("load", content), origin=origin)
 
@@ -166,6 +182,7 @@ _KINDS: tuple[tuple[set[str], Callable[[dict[str, Any], str, _Found], None]], ..
     ({"decisions", "memory", "profile_name"}, _read_plan),
     ({"sides", "verdicts", "environment"}, _read_bench),
     ({"kl_mean", "top1_agreement"}, _read_quality),
+    ({"goal", "entries", "budget_s"}, _read_tuning),
     ({"stock", "ours", "plan_digest"}, _read_steps),
     ({"sides", "plan_digest", "commit"}, _read_steps),
     ({"layers", "num_experts", "steps", "since"}, _read_load),

@@ -15,6 +15,7 @@ from moe_optimizer import __version__
 from moe_optimizer.costs.expert_imbalance import load_report
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
+from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.report.heatmap import heatmap
@@ -33,6 +34,7 @@ from moe_optimizer.measure.report.svg import Picture, style_sheet
 from moe_optimizer.plan.decision import Decision, Status
 from moe_optimizer.plan.explain import render_commands
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -78,6 +80,7 @@ def render_page(inputs: Inputs) -> str:
         interval=interval,
         load_name=load_name,
         decided=_decided,
+        memory_found=lambda run: memory_parts(run.plan.memory, model_holders(run.proofs)),
         runs=[(run, workers(run)) for run in _named_runs(inputs, bench)],
         heatmap=_heatmap(inputs),
         load=None if inputs.load is None else load_report(inputs.load).mean,

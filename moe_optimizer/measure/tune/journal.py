@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,14 +40,15 @@ class Journal:
         self._budget_s = budget_s
         self._last: dict[str, float] = {}
         self._found: dict[str, Outcome] = {}
+        self._lost_s = 0.0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _claim(folder / _IDENTITY_FILE, identity)
 
     @property
     def spent_s(self) -> float:
-        """Seconds of all measurements so far."""
-        return sum(each.seconds for each in self._found.values())
+        """Seconds of all measurements so far, of one that was cut off too."""
+        return self._lost_s + sum(each.seconds for each in self._found.values())
 
     @property
     def left_s(self) -> float:
@@ -79,7 +81,12 @@ class Journal:
         if found is None:
             if not self.has_room(kind):
                 raise BudgetSpentError
-            found = measure()
+            begin = time.monotonic()
+            try:
+                found = measure()
+            except BaseException:
+                self._lost_s += time.monotonic() - begin
+                raise
             if path is not None:
                 write_atomically(path, json.dumps(encode(found), indent=1))
         self._found[name] = found

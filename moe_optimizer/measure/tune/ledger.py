@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Step = Literal["plan", "ablation", "setting", "confirmation", "result", "quality", "triton"]
+Step = Literal["plan", "ablation", "setting", "confirmation", "result", "quality", "triton", "unfinished"]
 Ended = Literal["done", "budget", "interrupted"]
 
 
@@ -33,6 +33,8 @@ class Entry:
     predicted: float | None = None
     """Gain that the plan modelled of this pass, in a metric of its own; None: it states none."""
     predicted_metric: str | None = None
+    no_prediction: str = ""
+    """Why the plan models no gain of this pass."""
     seconds: float = 0.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_optimizer.measure.expected_gains import ExpectedGain
 from moe_optimizer.measure.tune.comparison import Comparison, compared, median_score
 from moe_optimizer.measure.tune.goal import Goal
 from moe_optimizer.measure.tune.journal import Journal
@@ -30,8 +31,7 @@ class PlannedPass:
     name: str
     with_passes: tuple[str, ...] = ()
     """Passes that cannot run without it: they are off with it."""
-    predicted: float | None = None
-    predicted_metric: str | None = None
+    expected: ExpectedGain | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,8 @@ class _Search:
         self._whole_won = False
         self._left_out = False
         """Whether something was not tried for lack of time."""
+        self._under_way = ""
+        """What is being measured."""
 
     def run(self) -> Found:
         """Take all steps; each can be the last."""
@@ -85,8 +87,10 @@ class _Search:
             ended = "budget" if self._left_out else "done"
         except BudgetSpentError:
             ended = "budget"
+            self._note("unfinished", self._under_way, kept=False, reason="the budget did not last for it")
         except (KeyboardInterrupt, SystemExit):
             ended = "interrupted"
+            self._note("unfinished", self._under_way or "the next step", kept=False, reason="interrupted")
         answer = self._trials.get(self._identity(self._safe))
         met = self._goal.is_met(answer[1].scores if answer else ())
         return Found(
@@ -125,7 +129,13 @@ class _Search:
 
     def _wins(self, planned: PlannedPass, *, whole_won: bool) -> bool:
         without = _BEST.without([planned.name, *planned.with_passes])
-        facts: dict[str, Any] = {"predicted": planned.predicted, "predicted_metric": planned.predicted_metric}
+        facts: dict[str, Any] = {}
+        if (expected := planned.expected) is not None:
+            facts = {
+                "predicted": expected.ratio,
+                "predicted_metric": expected.metric or None,
+                "no_prediction": expected.why_none,
+            }
         if why := self._measure.why_not(without):
             self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
             return True
@@ -192,10 +202,10 @@ class _Search:
         return best if best != start else None
 
     def _scored(self, candidate: Candidate, trials: SettingSearch) -> float | None:
-        self._show(f"trying {candidate}")
-        outcome = self._journal.measured(
+        outcome = self._measured(
             "alone",
             (self._identity(candidate), str(candidate)),
+            f"trying {candidate}",
             lambda: self._measure.alone(candidate, trials.is_hopeless),
         )
         score = None if outcome.pruned else median_score(outcome.ours)
@@ -250,9 +260,11 @@ class _Search:
         """Return None where the answers are as the profile allows, else the passes to blame."""
         if not self._measure.changes_answers(candidate):
             return None
-        self._show(f"judging the answers of {candidate}")
-        outcome = self._journal.measured(
-            "judged", (self._identity(candidate),), lambda: self._measure.judged(candidate)
+        outcome = self._measured(
+            "judged",
+            (self._identity(candidate),),
+            f"judging the answers of {candidate}",
+            lambda: self._measure.judged(candidate),
         )
         failed = outcome.failed or ", ".join(outcome.failed_metrics)
         reason = f"did not keep {failed}" if failed else "keeps every threshold of the profile"
@@ -273,10 +285,10 @@ class _Search:
         return room
 
     def _pair(self, ours: Candidate, theirs: Candidate) -> tuple[Outcome, Comparison]:
-        self._show(f"{ours} against {theirs}")
-        outcome = self._journal.measured(
+        outcome = self._measured(
             "paired",
             (self._identity(ours), self._identity(theirs)),
+            f"{ours} against {theirs}",
             lambda: self._measure.paired(ours, theirs),
         )
         if not outcome.failed:
@@ -325,8 +337,13 @@ class _Search:
     def _note(self, step: Any, what: str, *, kept: bool, reason: str, **facts: Any) -> None:
         self._entries.append(Entry(step=step, what=what, against="", kept=kept, reason=reason, **facts))
 
-    def _show(self, text: str) -> None:
-        self._on_step(min(1.0, self._journal.spent_s / (self._journal.spent_s + self._journal.left_s)), text)
+    def _measured(self, kind: str, what: tuple[str, ...], text: str, measure: Callable[[], Outcome]) -> Outcome:
+        spent, left = self._journal.spent_s, self._journal.left_s
+        self._on_step(min(1.0, spent / max(spent + left, 1e-9)), text)
+        self._under_way = text
+        outcome = self._journal.measured(kind, what, measure)
+        self._under_way = ""
+        return outcome
 
 
 def _with_kept_settings(entries: Sequence[Entry], found: Candidate) -> tuple[Entry, ...]:

@@ -17,7 +17,6 @@ from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import MeasuredSide, measure_sides
 from moe_optimizer.measure.bench.samples import RoundSamples, read_samples
 from moe_optimizer.measure.bench.schedule import Turn
-from moe_optimizer.measure.bench.side import STOCK as STOCK_SIDE
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.tune.goal import Goal, figures
 from moe_optimizer.measure.tune.journal import Journal
@@ -34,7 +33,7 @@ _ONLY_WATCHES = ("expert_load",)
 
 Judge = Callable[[Plan, Path], tuple[tuple[str, ...], tuple[str, ...]]]
 """Takes a plan and a folder; returns the metrics that were not kept, and the passes at fault."""
-PlanOf = Callable[[Candidate, int], Plan]
+SideOf = Callable[[Candidate, int], Side]
 """Takes a candidate and the number of its side, which has a port of its own; raises where there is no such plan."""
 OnStep = Callable[[float, str], None]
 
@@ -47,7 +46,7 @@ class ServedMeasure:
     """A `Measure` whose servers run here.
 
     Args:
-        plan_of: makes the plan of a candidate.
+        side_of: makes the plan of a candidate, and the side of a benchmark that is served by it.
         template: what is sent; its sides, repetitions and folder are set for each measurement.
         goal: scores the repetitions.
         judge: compares answers with those of stock vLLM.
@@ -58,14 +57,14 @@ class ServedMeasure:
     def __init__(
         self,
         *,
-        plan_of: PlanOf,
+        side_of: SideOf,
         template: BenchRequest,
         goal: Goal,
         judge: Judge,
         journal: Journal,
         on_step: OnStep,
     ) -> None:
-        self._plan_of, self._template, self._goal = plan_of, template, goal
+        self._side_of, self._template, self._goal = side_of, template, goal
         self._judge, self._journal, self._on_step = judge, journal, on_step
         self._plans: dict[Candidate, Plan | MoeOptimizerError] = {}
 
@@ -103,7 +102,7 @@ class ServedMeasure:
     def _planned(self, candidate: Candidate) -> Plan | MoeOptimizerError:
         if candidate not in self._plans:
             try:
-                self._plans[candidate] = self._plan_of(candidate, 0)
+                self._plans[candidate] = planned(self._side_of(candidate, 0))
             except MoeOptimizerError as error:
                 self._plans[candidate] = error
         return self._plans[candidate]
@@ -112,7 +111,7 @@ class ServedMeasure:
         """Measure two in turns, as `bench` does."""
         request = dataclasses.replace(
             self._template,
-            sides=(self._side(ours, 0), self._side(theirs, 1)),
+            sides=(self._side_of(ours, 0), self._side_of(theirs, 1)),
             folder=self._template.folder / f"paired-{self.identity(ours)}-{self.identity(theirs)}",
         )
 
@@ -125,7 +124,7 @@ class ServedMeasure:
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
         """Measure one, and end it after a repetition that is hopeless."""
         folder = self._template.folder / f"alone-{self.identity(candidate)}"
-        request = dataclasses.replace(self._template, sides=(self._side(candidate, 0),), folder=folder)
+        request = dataclasses.replace(self._template, sides=(self._side_of(candidate, 0),), folder=folder)
 
         def watch(share: float, text: str) -> None:
             self._progress(share, text)
@@ -155,10 +154,6 @@ class ServedMeasure:
 
         return self._timed(measure)
 
-    def _side(self, candidate: Candidate, number: int) -> Side:
-        plan = self._plan_of(candidate, number)
-        return Side(name=STOCK_SIDE if candidate.stock else f"{candidate}"[:60], plan=plan)
-
     def _trial(self, side: MeasuredSide, request: BenchRequest) -> Trial:
         repetitions = [[side.rounds[load][each] for load in request.loads] for each in range(request.repetitions)]
         return Trial(scores=tuple(map(self._goal.score, repetitions)), figures=figures(repetitions))
@@ -176,6 +171,12 @@ class ServedMeasure:
         except MoeOptimizerError as error:
             outcome = Outcome(seconds=0.0, failed=" ".join(str(error).split())[:300])
         return dataclasses.replace(outcome, seconds=time.monotonic() - begin)
+
+
+def planned(side: Side) -> Plan:
+    """Return the plan of a side that is served by one."""
+    assert side.plan is not None, f"{side.name}: a candidate has a plan"
+    return side.plan
 
 
 def _repetitions(request: BenchRequest) -> list[list[RoundSamples]]:

@@ -38,6 +38,8 @@ def _line(entry: Entry) -> str:
     text = f"{entry.what}{against}: {entry.reason}"
     if entry.predicted is not None:
         text += f"; modelled: {entry.predicted:.2f}x {entry.predicted_metric}"
+    elif entry.no_prediction:
+        text += f"; not modelled: {entry.no_prediction}"
     head = f"{entry.step:<13}{gain:<24}{'yes' if entry.kept else 'no':<5}"
     return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 

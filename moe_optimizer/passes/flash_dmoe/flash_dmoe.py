@@ -52,6 +52,7 @@ class FlashDmoe(OptimizationPass):
         "gated SiLU experts without biases, at most 1024 experts and top-32, no LoRA; on the CPU no data parallelism; "
         "on GPUs Hopper, BF16 activations, BF16 or FP8 weights"
     )
+    no_gain = "our kernel and vLLM's are not measured on this machine"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check the model's experts, then vLLM, then which kernels are built."""
@@ -109,6 +110,7 @@ class FlashDmoe(OptimizationPass):
             f"measured on {table.device} with vLLM {table.vllm}: {speeds.in_plain_words(table, ranges)}{unmeasured}",
             Applier.PLUGIN,
             gain=speeds.measured_gain(table, ranges, batch),
+            no_gain="vLLM's own kernel computes the planned batch size",
             rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)} | others,
             params=dataclasses.replace(params, kernel="cuda", dispatch=dispatch),
             # Ours compute beside Triton's, on weights as they were loaded.
@@ -152,10 +154,11 @@ class FlashDmoe(OptimizationPass):
         reason = "replaces vLLM's expert kernel in every MoE layer"
         for need in needs:
             reason += f"; needed for {need}"
-        if not tables:
+        first, batch = next(iter(tables.values()), None), ctx.workload.batch_size
+        if first is None:
             reason += f"; no speed-up is claimed: {_why_unmeasured(ctx)}"
         else:
-            reason += f"; measured here, vLLM's time over ours: {_ratios(next(iter(tables.values())))}"
+            reason += f"; measured here, vLLM's time over ours: {_ratios(first)}"
             if not faster and not needs:
                 warnings += (f"flash_dmoe ({origin}): vLLM's own kernel is faster here at some numbers of tokens",)
         if not forced:
@@ -167,6 +170,7 @@ class FlashDmoe(OptimizationPass):
             reason,
             Applier.PLUGIN,
             evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *evidence),
+            gain=speeds.gain_over_stock(first, lambda row: row.ours_us[OP], batch) if first else None,
             params=params,
             warnings=warnings,
         )

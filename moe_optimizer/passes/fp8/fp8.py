@@ -69,6 +69,7 @@ class Fp8(OptimizationPass):
         "GPUs need FP8 matrix units (compute capability 8.9 and up); on the CPU build only experts, and only those "
         "that our kernel computes"
     )
+    no_gain = "the rates of this GPU are not known"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check the checkpoint's own quantisation, the user's arguments, then the device."""
@@ -99,7 +100,8 @@ class Fp8(OptimizationPass):
         """Return the decision for a checkpoint that is FP8 already."""
         env = exact_scales(ctx, blocks=ctx.model.weight_block is not None)
         applier, said = (Applier.FLAGS, f"{reason}; {WHY}") if env else (Applier.NONE, reason)
-        return self.decision(ctx, status, value, said, applier, env=env)
+        same = "the checkpoint is FP8, for stock vLLM too"
+        return self.decision(ctx, status, value, said, applier, env=env, no_gain=same)
 
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""

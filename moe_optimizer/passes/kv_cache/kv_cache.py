@@ -36,6 +36,7 @@ class KvCache(OptimizationPass):
     flag = "kv-cache"
     title = "FP8 key/value cache"
     limits = "latent (MLA), hybrid and sliding-window caches keep their type"
+    no_gain = "how much of the cache is used again depends on the traffic"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "kv-tiering": ("tiering", "keep cold cache blocks in host memory")
     }

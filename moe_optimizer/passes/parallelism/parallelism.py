@@ -51,6 +51,7 @@ class Parallelism(OptimizationPass):
     flag = "parallelism"
     title = "split the model over the GPUs (TP, EP, DP)"
     limits = "pipeline stages only across machines, DP only within one; what the layout brings is predicted"
+    no_gain = "stock vLLM gets the same devices; the layouts are ranked among each other"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
     }

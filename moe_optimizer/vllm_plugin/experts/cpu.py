@@ -91,6 +91,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             weight_bytes=weights.nbytes,
             why_small_pages=_why_small_pages(weights),
             output_error=weights.output_error,
+            saturated=weights.saturated,
             why_plain=weights.why_plain,
             self_check_error=result.error,
         )
@@ -113,7 +114,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         name = str(getattr(layer, "layer_name", ""))
         again = weight_format(self.weights.format).convert_again(name, layer.w13_weight, layer.w2_weight)
         if session is not None:
-            session.layer_at(self.weights.w13.data_ptr()).output_error = again.output_error
+            layer_proof = session.layer_at(self.weights.w13.data_ptr())
+            layer_proof.output_error, layer_proof.saturated = again.output_error, again.saturated
             session.writer.touch()
         return again
 

@@ -57,6 +57,8 @@ class KernelWeights(NamedTuple):
     w2_mask: torch.Tensor | None = None
     output_error: float | None = None
     """Relative change of the layer's output by the planned format; None: not measured."""
+    saturated: float | None = None
+    """fp8: share of the weights whose magnitude is the largest that the format has."""
     why_plain: str = ""
     """Why the layer stays plain although the plan names another format; "" where it does not."""
 

@@ -83,7 +83,7 @@ def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> Kernel
 
 def _quantized(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
     from moe_optimizer.ops.fp8_error import experts_output_error
-    from moe_optimizer.ops.fp8_quant import quantize_fp8
+    from moe_optimizer.ops.fp8_quant import quantize_fp8, saturated_share
 
     w13_fp8 = quantize_fp8(w13, granularity=params.granularity)
     w2_fp8 = quantize_fp8(w2, granularity=params.granularity)
@@ -94,6 +94,7 @@ def _quantized(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> Kernel
         w13_scale=w13_fp8[1],
         w2_scale=w2_fp8[1],
         output_error=None if params.max_layer_error is None else experts_output_error(w13, w2, w13_fp8, w2_fp8),
+        saturated=saturated_share(w13_fp8[0], w2_fp8[0]),
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from moe_optimizer.errors import described
+from moe_optimizer.inspection.compiler_caches import UNSEEN, Caches, cache_folders, cached_kernels
 from moe_optimizer.log import get_logger
 from moe_optimizer.proof.record import WARMING_FILE, CompilationProof
 from moe_optimizer.vllm_plugin.patch import Patch
@@ -75,7 +75,7 @@ def watch_compilations(session: PluginSession) -> None:
         _follow_torch(watch)
     except Exception as error:  # noqa: BLE001 - torch's interface is its own; vLLM is starting
         logger.warning("graphs of torch.compile are not counted: %s", described(error))
-    folders = cache_folders(os.environ)
+    folders = {name: each for name, each in cache_folders(os.environ).items() if name in UNSEEN}
     threading.Thread(target=_follow_caches, args=(watch, folders), name="moe-optimizer-caches", daemon=True).start()
 
 
@@ -96,7 +96,7 @@ def _follow_torch(watch: CompilationWatch) -> None:
     callback_handler.register_start_callback(started)
 
 
-def _follow_caches(watch: CompilationWatch, folders: Mapping[str, tuple[Path, str]]) -> None:
+def _follow_caches(watch: CompilationWatch, folders: Caches) -> None:
     seen = set(cached_kernels(folders))
     pause = threading.Event()
     while not pause.wait(_LOOK_S):
@@ -104,22 +104,6 @@ def _follow_caches(watch: CompilationWatch, folders: Mapping[str, tuple[Path, st
         for kernel in sorted(now - seen):
             watch.compiled(kernel)
         seen |= now
-
-
-def cache_folders(environ: Mapping[str, str]) -> dict[str, tuple[Path, str]]:
-    """Return the folders in which libraries keep kernels that they compiled: name -> (folder, pattern of a kernel)."""
-    home = Path.home()
-    root = Path(environ.get("VLLM_CACHE_ROOT") or Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "vllm")
-    deep_gemm = Path(environ.get("DG_JIT_CACHE_DIR") or root / "deep_gemm")
-    flashinfer = Path(environ.get("FLASHINFER_WORKSPACE_BASE") or home) / ".cache" / "flashinfer"
-    return {"DeepGEMM": (deep_gemm, "cache/*"), "FlashInfer": (flashinfer, "**/cached_ops/*/*.so")}
-
-
-def cached_kernels(folders: Mapping[str, tuple[Path, str]]) -> Iterator[str]:
-    """Yield "LIBRARY kernel NAME" for each kernel in the caches."""
-    for library, (folder, pattern) in folders.items():
-        for path in folder.glob(pattern):
-            yield f"{library} kernel {path.stem if path.suffix == '.so' else path.name}"
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
 from moe_optimizer.vllm_plugin.worker.compilations import note_step
+from moe_optimizer.vllm_plugin.worker.memory_found import prove_memory
 from moe_optimizer.vllm_plugin.worker.progress import count_step
 
 
@@ -17,6 +18,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         prove_captured(self)
+        prove_memory(self)
         count_step()
         note_step(scheduler_output)
         counting = current_counting()

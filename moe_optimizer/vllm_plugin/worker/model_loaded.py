@@ -11,6 +11,7 @@ from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
 from moe_optimizer.vllm_plugin.session import current_session
 from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
+from moe_optimizer.vllm_plugin.worker.memory_found import await_memory
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
 from moe_optimizer.vllm_plugin.worker.progress import count_steps
 from moe_optimizer.vllm_plugin.worker.weights_changed import watch_experts
@@ -30,6 +31,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         count_steps(session)
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)
+        await_memory(session)
         return cache_specs
 
     return get_kv_cache_spec

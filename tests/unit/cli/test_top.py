@@ -22,6 +22,8 @@ vllm:num_requests_running{{engine="0",model_name="chat"}} 3.0
 vllm:generation_tokens_total{{engine="0",model_name="chat"}} {tokens}
 moe_optimizer_pass_state{{model_name="chat",pass="flash_dmoe",state="ran"}} 1.0
 moe_optimizer_pass_state{{model_name="chat",pass="flash_dmoe",state="applied"}} 0.0
+moe_optimizer_kernel_range{{kernel="stock",model_name="chat",tokens="9+",weights="bf16"}} 1.0
+moe_optimizer_kernel_range{{kernel="direct",model_name="chat",tokens="1-8",weights="bf16"}} 1.0
 moe_optimizer_compilations_total{{model_name="chat",rank="0",when="after_ready"}} 2.0
 """
 
@@ -61,6 +63,7 @@ def test_a_server_is_shown_for_one_interval(suffix: str, capsys: pytest.CaptureF
     assert server["url"] == url
     assert (seen["model"], seen["running"], seen["compiled_after_ready"]) == ("chat", 3, 2)
     assert seen["passes"] == {"flash_dmoe": "ran"}
+    assert seen["kernels"] == {"1-8 tokens, bf16": "direct", "9+ tokens, bf16": "stock"}
     assert seen["output_tokens_per_s"] == pytest.approx(100 / seen["seconds"])
 
 
@@ -89,6 +92,7 @@ def shown(count: int) -> LiveActivity:
         finished=99, prompt_tokens_per_s=1_234_567.0, output_tokens_per_s=43_210.0,
         ttft=Times(median_ms=152.3, p99_ms=43_000.1), tpot=Times(median_ms=None, p99_ms=None), cache_share=1.0,
         prefix_hit_share=0.5, preemptions=3, passes={f"pass_{number}": "not_applied" for number in range(12)},
+        kernels={f"{number}+ tokens, bf16": "grouped-bf16-n64" for number in (1, 5, 257)},
         compiled_after_ready=0, worst_layer=60, worst_imbalance=12.5,
     )  # fmt: skip
     return LiveActivity(

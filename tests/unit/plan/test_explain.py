@@ -81,9 +81,9 @@ def test_a_gain_shows_its_source(plan):
     assert re.search(r"expected gain: 2\.00x[^:]*\(modelled:", text)
 
 
-def test_where_no_gain_is_claimed_of_a_pass_that_is_on_the_explanation_says_so(plan):
+def test_where_no_gain_is_modelled_of_a_pass_that_is_on_the_explanation_says_why(plan):
     claimed = render_plan(plan, explain=True).count("expected gain: ")
-    none = render_plan(plan, explain=True).count("expected gain: none is claimed")
+    none = render_plan(plan, explain=True).count("expected gain: none is modelled: ")
     on = [decision for decision in plan.decisions if decision.status is Status.ON]
     assert claimed == len(on)
     assert none == sum(decision.gain is None for decision in on) > 0

@@ -30,3 +30,17 @@ def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
     assert all(case.rate_error is None for case in cold)
     # Its first tokens took 3.1 s; the round before it, of as many requests, was three times as fast.
     assert ("fp8+flash_dmoe", 64) in {(case.load.side, case.load.clients) for case in cold}
+
+
+def test_a_limit_on_the_error_fails_and_names_what_is_further_off(capsys):
+    assert model_error.main(["--check", "--max-model-error", "0.1"]) == 0
+    assert model_error.main(["--check", "--max-model-error", "0.001"]) == 1
+    said = capsys.readouterr().out
+    assert "gain of flash_dmoe" in said
+    assert "gain of fp8" in said
+
+
+def test_what_a_pass_gains_is_compared_with_the_same_load_without_it(cases):
+    sides = {(case.load.record, case.load.side, case.load.clients): case for case in cases}
+    base, fp8 = (sides["2026-11-21_h200_served", side, 8] for side in ("stock", "fp8"))
+    assert base.load.tpot_ms / fp8.load.tpot_ms in [each.measured for each in model_error.by_pass(cases)["fp8"]]

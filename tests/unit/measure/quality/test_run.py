@@ -19,7 +19,7 @@ from moe_optimizer.measure.quality.table import render
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, request, tiny_moe
-from tests.unit.measure.quality.paper_server import PaperServer, Row, paper_server, right
+from tests.unit.measure.paper_server import PaperServer, Row, paper_server, right
 
 LIMITS = {"kl_mean": 0.001, "kl_p99": 0.01, "top1_agreement": 0.97, "perplexity_ratio": 1.01, "batch_kl_mean": None}
 

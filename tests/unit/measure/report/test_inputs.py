@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from moe_optimizer.plan.plan import PLAN_FILE
 from moe_optimizer.proof.record import PROOF_DIR
 from moe_optimizer.specs.expert_load import PARTS_DIR
 from tests.builders.reports import QUALITY, STEP_RECORD, full_inputs
+from tests.builders.results import bench_result
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,38 @@ def test_a_folder_with_nothing_to_report_is_refused(tmp_path: Path):
 def test_a_source_that_does_not_exist_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="absent"):
         read_inputs([tmp_path / "absent.json"])
+
+
+def as_json(result: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(encode(result)))
+
+
+def test_a_record_of_a_benchmark_is_read_as_its_result_is(tmp_path: Path):
+    record = {"what": "a benchmark", "commit": "abc1234", "dirty": False} | as_json(bench_result())
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert read_inputs([tmp_path / "record.json"]).bench == bench_result()
+
+
+def test_a_record_of_a_tuning_is_read_as_its_ledger_is(tmp_path: Path):
+    tuning = full_inputs().tuning
+    head = {"what": "a tuning", "date": "2026-11-22", "command": [], "commit": "abc1234", "dirty": False}
+    (tmp_path / "record.json").write_text(json.dumps(head | as_json(tuning)))
+    assert read_inputs([tmp_path / "record.json"]).tuning == tuning
+
+
+def test_an_older_result_is_read_as_far_as_it_goes(tmp_path: Path):
+    older = as_json(bench_result())
+    for side in older["sides"]:
+        del side["expected"]
+        for load in side["loads"]:
+            del load["discarded"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert read_inputs([tmp_path / "older.json"]).bench == bench_result()
+
+
+def test_a_result_without_what_the_report_needs_is_refused_by_the_name_of_the_field(tmp_path: Path):
+    older = as_json(bench_result())
+    del older["sides"][0]["loads"][0]["e2e_ms"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    with pytest.raises(InputError, match="e2e_ms"):
+        read_inputs([tmp_path / "older.json"])

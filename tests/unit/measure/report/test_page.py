@@ -18,6 +18,7 @@ SECTIONS = (
     "speed",
     "latency",
     "plan",
+    "tuning",
     "proof",
     "experts",
     "roofline",
@@ -30,6 +31,7 @@ HOW_TO = {
     "speed": "moe-optimizer bench",
     "latency": "moe-optimizer bench",
     "plan": "moe-optimizer plan",
+    "tuning": "moe-optimizer tune",
     "proof": "moe-optimizer serve",
     "experts": "--enable-expert-load",
     "roofline": "moe-optimizer measure speeds",
@@ -74,6 +76,17 @@ def section(page: str, name: str) -> str:
 
 def test_every_section_is_filled_where_there_is_something_to_show(page: str):
     assert all('class="absent"' not in section(page, name) for name in SECTIONS)
+
+
+def test_the_measured_gain_of_a_pass_stands_beside_the_expected_one(page: str):
+    rows = re.findall(r"<tr.*?</tr>", section(page, "tuning"))
+    assert any({"flash_dmoe", "1.080x"} <= set(re.findall(r">([^<>]+)<", row)) and "1.12x" in row for row in rows)
+    assert any("scheduler" in row and "none modelled: the model is of one step" in row for row in rows)
+
+
+def test_the_memory_that_was_found_stands_beside_the_planned_one(page: str):
+    assert "weights 61.1 GB / 61.2 GB" in section(page, "plan")
+    assert "/ 9.66 GB" in section(page, "plan")
 
 
 @pytest.mark.parametrize("name", HOW_TO)

@@ -37,3 +37,16 @@ def test_measurements_of_something_else_are_refused(tmp_path: Path) -> None:
     Journal(tmp_path, budget_s=1, identity="one")
     with pytest.raises(InputError, match="--run-dir"):
         Journal(tmp_path, budget_s=1, identity="other")
+
+
+def test_a_measurement_that_was_cut_off_has_spent_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off() -> Outcome:
+        clock.append(42.0)
+        raise BudgetSpentError
+
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[-1])
+    journal = Journal(None, budget_s=100)
+    with pytest.raises(BudgetSpentError):
+        journal.measured("paired", ("a", "b"), cut_off)
+    assert (journal.spent_s, journal.left_s) == (42.0, 58.0)

@@ -138,6 +138,12 @@ def test_without_time_for_a_second_measurement_the_first_verdict_decides() -> No
     assert not any(each.verdict for each in found.entries if each.step == "ablation")
 
 
+def test_a_measurement_for_which_the_budget_did_not_last_is_in_the_ledger() -> None:
+    found = found_by(PaperMeasure(passes={"good": 1.5}), budget_s=5)
+    assert (found.candidate, found.ended) == (STOCK, "budget")
+    assert [(each.step, each.what) for each in found.entries] == [("unfinished", "the plan against stock vLLM")]
+
+
 def test_an_interrupt_keeps_what_was_found() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5}, stop_after=2), settings=SETTINGS)
     assert (found.ended, found.candidate) == ("interrupted", Candidate())

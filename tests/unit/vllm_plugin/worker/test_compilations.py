@@ -15,7 +15,7 @@ from moe_optimizer.proof.table import compiled_after_ready
 from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import compilations
-from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch, cache_folders, cached_kernels
+from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch
 from tests.builders import OURS, cpu_machine, request, tiny_moe
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=517, num_scheduled_tokens={"a": 512, "b": 5})
@@ -84,16 +84,6 @@ def test_an_event_of_vllms_monitor_is_counted_and_passed_on(session: PluginSessi
     JIT_EVENTS.replacement(lambda **event: passed.append(event))(**event)
     assert passed == [event]
     assert counts(session) == (1, 0)
-
-
-def test_kernels_in_the_caches_of_libraries_are_found_by_name(tmp_path: Path) -> None:
-    (tmp_path / "deep_gemm" / "cache" / "kernel.fp8_gemm.abc").mkdir(parents=True)
-    ops = tmp_path / ".cache" / "flashinfer" / "0.7" / "90a" / "cached_ops" / "sampling"
-    ops.mkdir(parents=True)
-    (ops / "sampling.so").touch()
-    (ops / "build.ninja").touch()
-    folders = cache_folders({"VLLM_CACHE_ROOT": str(tmp_path), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)})
-    assert set(cached_kernels(folders)) == {"DeepGEMM kernel kernel.fp8_gemm.abc", "FlashInfer kernel sampling"}
 
 
 def worker(rank: int, proof: CompilationProof | None) -> Proof:

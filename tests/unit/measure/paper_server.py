@@ -29,6 +29,7 @@ class PaperServer:
         self.row: Callable[[int, int], Row] = right
         """Last token and number of prompts in the request -> distribution."""
         self.asked = 0
+        self.stop: Callable[[], None] = lambda: None
 
     def completions(self, body: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
@@ -86,9 +87,14 @@ def paper_server() -> Iterator[PaperServer]:
     server = PaperServer(f"http://127.0.0.1:{http.server_port}")
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
-    try:
-        yield server
-    finally:
+
+    def stop() -> None:
         http.shutdown()
         http.server_close()
         thread.join()
+
+    server.stop = stop
+    try:
+        yield server
+    finally:
+        stop()

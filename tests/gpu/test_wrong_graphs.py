@@ -1,0 +1,53 @@
+"""A kernel that is wrong only in captured graphs passes every check that runs without them: `quality` catches it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.measure.bench.side import STOCK, Side
+from moe_optimizer.measure.quality.result import QualityResult
+from moe_optimizer.measure.quality.run import run_quality
+from moe_optimizer.measure.quality.table import render
+from moe_optimizer.plan.serve_args import ServeArguments
+from tests.free_ports import free_port
+from tests.gpu.plans import always_ours, gpu_plan
+from tests.vllm import wrong_kernels
+from tests.vllm.test_measured import quietly, request_of
+
+pytestmark = pytest.mark.gpu
+
+LARGEST = 16
+"""Tokens of the largest graph."""
+CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", str(LARGEST))
+
+
+def judged(folder: Path, mistake: str) -> QualityResult:
+    """Serve our kernels and stock vLLM, one after the other, and compare them."""
+    site, switch = folder / "site", folder / "mistake"
+    site.mkdir()
+    switch.write_text(mistake)
+    shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
+    ours = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
+    arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
+    stock = Side(name=STOCK, plan=ours.replace(serve_args=arguments))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+        patch.setenv("MOE_TEST_FAULT_FILE", str(switch))
+        return run_quality(request_of(Side(name="ours", plan=ours), stock, folder / "run"), on_step=quietly)
+
+
+def test_right_graphs_keep_every_threshold(tmp_path: Path) -> None:
+    found = judged(tmp_path, "")
+    assert found.failed == (), render(found)
+
+
+def test_a_kernel_that_is_wrong_only_in_captured_graphs_is_caught_where_graphs_run(tmp_path: Path) -> None:
+    found = judged(tmp_path, "captured")
+    failed = {each.where for each in found.failed}
+    assert "decode, 1 at once" in failed, render(found)
+    prompts = [where for where in failed if where.startswith("prefill")]
+    assert all(int(where.split()[1]) <= LARGEST for where in prompts), render(found)

@@ -1,0 +1,154 @@
+"""Whole benchmarks between servers that are stand-ins, as is what sends them requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
+from moe_optimizer.launcher import deployment
+from moe_optimizer.measure.bench import run
+from moe_optimizer.measure.bench.request import BenchRequest
+from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, Limits
+from moe_optimizer.measure.bench.samples import RoundSamples
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.table import render
+from moe_optimizer.measure.bench.trace import TraceRequest, read_trace
+from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
+from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
+from tests.free_ports import free_port
+from tests.unit.measure.paper_server import paper_server
+
+FAKE = Path(__file__).resolve().parents[3] / "unit" / "launcher" / "fake_server.py"
+WORKLOAD = Workload(
+    description="a test", clients=(2,), requests_per_client=1,
+    requests=(RequestKind(prompt=TokenRange(least=20, most=60), output=TokenRange(least=3, most=9)),),
+)  # fmt: skip
+
+
+class Sender:
+    """Stands in for vLLM's load generator: the second server is half as fast."""
+
+    def __init__(self) -> None:
+        self.compiles: Callable[[str], int] = lambda title: 0
+        """Title of a round -> kernels that are compiled meanwhile."""
+        self.sent: dict[str, list[tuple[TraceRequest, ...]]] = {}
+        """Title of a round -> what was sent, each time."""
+        self.after: Callable[[], None] = lambda: None
+
+    def run(self, module: str, asked: LoadRequest, **how: Any) -> int:
+        for each in asked.rounds:
+            if not Path(each.samples).exists():
+                Path(each.samples).write_text(json.dumps(encode(self.samples(each))))
+        self.after()
+        return 0
+
+    def samples(self, each: Round) -> RoundSamples:
+        requests = read_trace(Path(each.trace))
+        before = self.sent.setdefault(each.title, [])
+        before.append(requests)
+        # No two rounds are alike.
+        tpot = (0.02 if each.title.startswith("theirs") else 0.01) * (1 + 0.001 * len(self.sent))
+        tokens = tuple(each.output_length for each in requests)
+        return RoundSamples(
+            duration_s=tpot * sum(tokens),
+            ttft_s=(0.1,) * len(tokens),
+            e2e_s=tuple(0.1 + tpot * (count - 1) for count in tokens),
+            itl_s=(tpot,) * (sum(tokens) - len(tokens)),
+            input_tokens=tuple(each.input_length for each in requests),
+            output_tokens=tokens,
+            errors=("",) * len(tokens),
+            energy_j=None,
+            compilations=self.compiles(f"{each.title}, {len(before)}"),
+        )
+
+
+@pytest.fixture
+def sender(monkeypatch: pytest.MonkeyPatch) -> Sender:
+    made = Sender()
+    monkeypatch.setattr(run, "run_measurement", made.run)
+    return made
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[BenchRequest]:
+    with paper_server() as ours, paper_server() as theirs:
+        named = (("ours", ours), ("theirs", theirs))
+        yield BenchRequest(
+            command=("bench",),
+            sides=tuple(Side(name=name, plan=None, url=each.base_url) for name, each in named),
+            workload_name="a test", workload=WORKLOAD, repetitions=3, limits=Limits(), folder=tmp_path / "run",
+            tokenizer="paper", trust_remote_code=False, ready_timeout_s=10.0,
+        )  # fmt: skip
+
+
+def bench(asked: BenchRequest) -> BenchResult:
+    return run.run_bench(asked, on_step=lambda share, text: None)
+
+
+def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchRequest) -> None:
+    result = bench(asked)
+    assert [[load.discarded for load in side.loads] for side in result.sides] == [[0], [0]]
+    assert {each.metric: each.verdict for each in result.verdicts}["tpot_ms"] == "faster"
+
+
+def test_a_round_in_which_something_compiled_is_sent_again_to_both_sides(sender: Sender, asked: BenchRequest) -> None:
+    # The third round of the second server, the first time.
+    sender.compiles = lambda title: int(title == "theirs: 2 clients, 3")
+    result = bench(asked)
+    for side in result.sides:
+        (load,) = side.loads
+        assert (load.rounds, load.discarded, load.completed) == (3, 1, 6)
+        sent = sender.sent[f"{side.name}: 2 clients"]
+        assert len(sent) == 4
+        lengths = [[(each.input_length, each.output_length) for each in requests] for requests in sent]
+        # As many tokens as before, of other prompts: those are in the prefix cache.
+        assert lengths[3] == lengths[2]
+        assert not {each.hash_ids for each in sent[3]} & {each.hash_ids for each in sent[2]}
+    assert "1 rounds thrown away" in render(result)
+
+
+def test_a_server_that_compiles_in_every_attempt_has_no_result(sender: Sender, asked: BenchRequest) -> None:
+    sender.compiles = lambda title: int(title.startswith("theirs: 2 clients"))
+    with pytest.raises(ServerFailedError, match="theirs, 2 clients"):
+        bench(asked)
+    assert not (asked.folder / RESULT_FILE).exists()
+
+
+def test_compiling_in_the_warm_up_spoils_nothing(sender: Sender, asked: BenchRequest) -> None:
+    sender.compiles = lambda title: int("warm-up" in title)
+    assert bench(asked).sides[0].loads[0].discarded == 0
+
+
+def test_a_server_that_is_gone_at_the_end_has_no_result(sender: Sender, asked: BenchRequest) -> None:
+    with paper_server() as third:
+        gone = dataclasses.replace(asked, sides=(asked.sides[0], Side(name="gone", plan=None, url=third.base_url)))
+        sender.after = third.stop
+        with pytest.raises(ServerFailedError, match="gone"):
+            bench(gone)
+    assert not (asked.folder / RESULT_FILE).exists()
+
+
+def test_a_server_that_does_not_run_by_its_plan_has_no_result(
+    sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, str(FAKE)]
+    monkeypatch.setattr(
+        deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port"), "refuse"]
+    )
+    wishes = resolve_wishes(("flash-dmoe",), ("expert-load",))
+    plan = make_plan(request(tiny_moe(), cpu_machine(), port=free_port(), wishes=wishes))
+    with pytest.raises(RequiredNotAppliedError, match="cheese"):
+        bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
+    assert sender.sent == {}
+    assert not (asked.folder / RESULT_FILE).exists()
