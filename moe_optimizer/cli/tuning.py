@@ -30,7 +30,6 @@ from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
-from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
 
@@ -79,7 +78,6 @@ class Tuning:
         return self._written(found, plans, journal.spent_s + triton_s)
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
-
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
@@ -107,7 +105,6 @@ class Tuning:
         return entry.seconds
 
     def _written(self, found: Found, plans: CandidatePlans, spent_s: float) -> TuneResult:
-
         plan = plans.plan(found.candidate)
         path = self._folder / _PLAN_FILE
         write_atomically(path, plan.to_json() + "\n")
@@ -180,7 +177,7 @@ class Tuning:
 
 def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
     """Return the passes that are on, change something and are not required, with those that cannot run without them."""
-    on = {each.pass_name: each for each in plan.decisions if _changes_something(each)}
+    on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     device = "cuda" if plan.num_gpus else "cpu"
     return tuple(
         PlannedPass(
@@ -191,8 +188,3 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
         for name, decision in on.items()
         if not decision.required
     )
-
-
-def _changes_something(decision: Decision) -> bool:
-    """Return whether a decision is carried out; how devices share the model is a setting, not on or off."""
-    return decision.status is Status.ON and decision.applier is not Applier.NONE and decision.pass_name != "parallelism"
