@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_optimizer.cli import judgement, messages, quality
@@ -123,6 +124,8 @@ class Tuning:
             spent_s=spent_s,
             entries=(*self._entries, *found.entries),
             environment={**environment_of(plan), "model": self._options.model_name},
+            command=("moe-optimizer", *sys.argv[1:]),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         write_atomically(self._folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
         return result
