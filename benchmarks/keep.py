@@ -1,6 +1,7 @@
-"""Keeps a result of `moe-optimizer bench` as a record.
+"""Keeps a result of `moe-optimizer bench` or `tune` as a record.
 
     python benchmarks/keep.py runs/bench-1/bench.json --machine h100 --subject served
+    python benchmarks/keep.py runs/tune-1/ledger.json --machine h100 --subject tuned
 
 Run it in the checkout that was measured: the record names its commit.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record import checkout, parser_of, write_record
@@ -25,8 +27,7 @@ def main() -> int:
     result = json.loads(options.result.read_text(encoding="utf-8"))
     environment = result["environment"] | {"model": Path(result["environment"]["model"]).name}
     head = {
-        "what": f"{environment['model']}: {' against '.join(side['name'] for side in result['sides'])}, workload "
-        f"{result['workload']}: {result['description']}",
+        "what": f"{environment['model']}: {_what(result)}",
         "date": result["date"][:10],
         "command": [Path(word).name if word.startswith("/") else word for word in result["command"]],
         **checkout(options.commit),
@@ -36,6 +37,13 @@ def main() -> int:
         head | {key: value for key, value in result.items() if key not in head}, options.machine, options.subject
     )
     return 0
+
+
+def _what(result: dict[str, Any]) -> str:
+    if "goal" in result:
+        return f"tuned for {result['goal']} within {result['budget_s']:.0f} s: {result['plan']}"
+    sides = " against ".join(side["name"] for side in result["sides"])
+    return f"{sides}, workload {result['workload']}: {result['description']}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   scripts/check.sh          all of it
 #   scripts/check.sh lint     without the tests
 #   scripts/check.sh quick    without the tests that start vLLM
-#   scripts/check.sh soak     only what takes hours: mixed load, starts, kills, changed configurations
+#   scripts/check.sh soak     only what takes hours: mixed load, starts, kills, changed configurations, tuning
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"

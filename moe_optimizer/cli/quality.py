@@ -16,7 +16,7 @@ from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import first_side, named_apart, side_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
-from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Ma
     from moe_optimizer.passes.registry import PASS_NAMES, needed_by
     from moe_optimizer.profiles.schema import Profile
 
-    on = {each.pass_name: each for each in plan.decisions if _changes_something(each)}
+    on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     found: dict[str, Alone] = {}
     why_not: dict[str, str] = {}
     settings, request = planning.read_request(dataclasses.replace(options, require=[]))
@@ -151,7 +151,3 @@ def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Ma
             continue
         found[name] = Alone(side=Side(name=f"only {name}", plan=made), with_passes=needed, value=decision.value)
     return found, why_not
-
-
-def _changes_something(decision: Decision) -> bool:
-    return decision.status is Status.ON and decision.applier is not Applier.NONE and decision.pass_name != _NOT_ALONE

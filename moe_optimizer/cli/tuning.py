@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_optimizer.cli import judgement, messages, quality
@@ -30,7 +31,6 @@ from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
-from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
 
@@ -79,7 +79,6 @@ class Tuning:
         return self._written(found, plans, journal.spent_s + triton_s)
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
-
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
@@ -107,7 +106,6 @@ class Tuning:
         return entry.seconds
 
     def _written(self, found: Found, plans: CandidatePlans, spent_s: float) -> TuneResult:
-
         plan = plans.plan(found.candidate)
         path = self._folder / _PLAN_FILE
         write_atomically(path, plan.to_json() + "\n")
@@ -126,6 +124,8 @@ class Tuning:
             spent_s=spent_s,
             entries=(*self._entries, *found.entries),
             environment={**environment_of(plan), "model": self._options.model_name},
+            command=("moe-optimizer", *sys.argv[1:]),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         write_atomically(self._folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
         return result
@@ -180,7 +180,7 @@ class Tuning:
 
 def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
     """Return the passes that are on, change something and are not required, with those that cannot run without them."""
-    on = {each.pass_name: each for each in plan.decisions if _changes_something(each)}
+    on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     device = "cuda" if plan.num_gpus else "cpu"
     return tuple(
         PlannedPass(
@@ -191,8 +191,3 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
         for name, decision in on.items()
         if not decision.required
     )
-
-
-def _changes_something(decision: Decision) -> bool:
-    """Return whether a decision is carried out; how devices share the model is a setting, not on or off."""
-    return decision.status is Status.ON and decision.applier is not Applier.NONE and decision.pass_name != "parallelism"

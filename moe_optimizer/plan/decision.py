@@ -108,6 +108,11 @@ class Decision:
         return self.params
 
     @property
+    def is_optimization(self) -> bool:
+        """Whether it is carried out and could be off: how devices share the model is a setting, also of stock vLLM."""
+        return self.status is Status.ON and self.applier is not Applier.NONE and self.pass_name != "parallelism"
+
+    @property
     def weight_format(self) -> str | None:
         """The plugin's format that the experts are converted to; None: the plugin does not convert them."""
         return self.params.weight_format if isinstance(self.params, (Fp8Params, Sparsity24Params)) else None

@@ -98,7 +98,7 @@ def probes(
         max_num_seqs: sequences that a server decodes at once.
         max_model_len: tokens of the longest prompt and completion.
     """
-    windows = _windows(tokens)
+    windows = _Windows(tokens)
     longest = max_model_len - 1
     prompt, generated = min(_PROMPT, max(1, longest // 2)), min(extent.generated, longest // 2)
     scored = sorted({min(size, longest) for size in sizes if size >= _LEAST_PREFILL} or {min(256, longest)})
@@ -129,7 +129,3 @@ class _Windows:
     def __call__(self, size: int, number: int) -> Iterator[tuple[int, ...]]:
         for _ in range(number):
             yield tuple(itertools.islice(self._stream, size))
-
-
-def _windows(tokens: Sequence[int]) -> _Windows:
-    return _Windows(tokens)

@@ -168,10 +168,7 @@ def _read_quality(content: dict[str, Any], origin: str, found: _Found) -> None:
 
 
 def _read_tuning(content: dict[str, Any], origin: str, found: _Found) -> None:
-    head = {"date", "command"} | _OF_A_RECORD
-    found.rest["tuning"] = decode(
-        TuneResult, {key: value for key, value in content.items() if key not in head}, origin=origin
-    )
+    found.rest["tuning"] = decode(TuneResult, _without_head(content), origin=origin)
 
 
 def _read_load(content: dict[str, Any], origin: str, found: _Found) -> None:

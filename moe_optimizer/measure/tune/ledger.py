@@ -71,3 +71,7 @@ class TuneResult:
     spent_s: float
     entries: tuple[Entry, ...]
     environment: Mapping[str, str]
+    command: tuple[str, ...] = ()
+    """That made it; empty in older ledgers."""
+    date: str = ""
+    """When it ended: ISO 8601 with a UTC offset."""
