@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
-from benchmarks.soak.served import ServedRun, served  # noqa: E402
+from benchmarks.soak.served import ServedRun, a_free_port, served  # noqa: E402
 
 _SAMPLE_S = 10.0
 _MEMORY_GROWTH = 0.05
@@ -70,9 +69,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = a_free_port()
     with (folder / "stderr").open("w") as said, served(folder / "run", port, said) as run:
         titles = {str(process.pid): _title(process) for process in run.processes()}
         stop, counts = threading.Event(), Counter[str]()

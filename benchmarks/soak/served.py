@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,20 @@ class ServedRun:
         return [launcher, *launcher.children(recursive=True)]
 
 
+def launched(run_dir: Path, port: int, said: TextIO, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command that serves the bundled model; the arguments are those of `served`."""
+    command = [sys.executable, str(ROOT / "run_optimizer.py"), "--model", str(MODEL), "--port", str(port)]
+    command += ["--run-dir", str(run_dir), "--enable-flash-dmoe", "--calibrate", "0", "--json", *arguments]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
+
+
+def a_free_port() -> int:
+    """Return a port of this machine on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextlib.contextmanager
 def served(run_dir: Path, port: int, said: TextIO, *arguments: str) -> Iterator[ServedRun]:
     """Serve the bundled model; stop it at the end of the block as Ctrl-C does.
@@ -48,9 +63,7 @@ def served(run_dir: Path, port: int, said: TextIO, *arguments: str) -> Iterator[
     Raises:
         RuntimeError: it ended before it was ready.
     """
-    command = [sys.executable, str(ROOT / "run_optimizer.py"), "--model", str(MODEL), "--port", str(port)]
-    command += ["--run-dir", str(run_dir), "--enable-flash-dmoe", "--calibrate", "0", "--json", *arguments]
-    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
+    launcher = launched(run_dir, port, said, *arguments)
     try:
         run = ServedRun(launcher, _ready(launcher))
         yield run

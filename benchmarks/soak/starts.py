@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
-from benchmarks.soak.served import served  # noqa: E402
+from benchmarks.soak.served import a_free_port, served  # noqa: E402
 from moe_optimizer.proof.record import read_proofs  # noqa: E402
 
 
@@ -57,9 +56,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _start(folder: Path) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = a_free_port()
     with (folder / "stderr").open("w") as said, served(folder / "run", port, said, "--strict") as run:
         body = json.dumps({"model": run.ready["model"], "prompt": "def", "max_tokens": 4}).encode()
         url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 
 
-@pytest.mark.parametrize("script", ["configurations", "kills", "starts", "mixed_load"])
+@pytest.mark.parametrize("script", ["configurations", "kills", "killed_launchers", "starts", "mixed_load"])
 def test_it_ends_well(script: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak" / f"{script}.py")], check=False)
     assert done.returncode == 0
