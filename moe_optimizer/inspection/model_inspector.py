@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection.attention import HIDDEN
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families import GENERIC, class_defaults, find_family
@@ -59,9 +59,18 @@ class ModelInspector:
         Raises:
             InputError: the model is not found, or a file is broken or contradicts itself.
             UnsupportedError: well formed, but of a kind that cannot be served safely or is not known.
+            What the files warn of is noted on either.
         """
-        folder = resolve_model(model)
         warnings: list[str] = []
+        try:
+            return self._read(model, warnings)
+        except MoeOptimizerError as error:
+            for warning in warnings:
+                error.add_note(warning)
+            raise
+
+    def _read(self, model: str | Path, warnings: list[str]) -> ModelSpec:
+        folder = resolve_model(model)
         root = Config(read_json_object(folder / "config.json", repeated=warnings), where="config.json: ")
         config = _language_config(root)
         architectures = _architectures(root)

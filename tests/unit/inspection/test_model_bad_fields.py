@@ -202,6 +202,14 @@ def test_a_key_given_twice_is_said_and_the_last_counts(load_config: Load, inspec
     assert "given 2 times" in warning
 
 
+def test_what_a_configuration_warns_of_is_told_with_its_refusal(load_config: Load, inspect_config: Inspect) -> None:
+    text = json.dumps(load_config("qwen3_moe")).replace('"num_experts": 128', '"num_experts": 128, "num_experts": 4')
+    with pytest.raises(InputError, match="num_experts_per_tok") as refusal:
+        inspect_config(text)
+    (warning,) = refusal.value.__notes__
+    assert "num_experts" in warning
+
+
 @pytest.mark.parametrize(("key", "value"), [("num_local_experts", 64), ("n_routed_experts", 64), ("moe_topk", 2)])
 def test_two_counts_that_disagree_are_said_by_their_keys(
     key: str, value: int, load_config: Load, inspect_config: Inspect
