@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
-from benchmarks.soak.served import MODEL, a_free_port, launched  # noqa: E402
+from benchmarks.soak.served import MODEL, launched  # noqa: E402
 from moe_optimizer.server_processes import members_of  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
 
 _LIMIT_S = 15.0
 _START_TIMEOUT_S = 900.0
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _killed_at(name: str, folder: Path) -> dict[str, Any]:
-    port, begin = a_free_port(), time.monotonic()
+    port, begin = free_port(), time.monotonic()
     with (folder / "stderr").open("w") as said:
         launcher = launched(folder / "run", port, said)
     try:

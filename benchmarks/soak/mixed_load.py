@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
-from benchmarks.soak.served import ServedRun, a_free_port, served  # noqa: E402
+from benchmarks.soak.served import ServedRun, served  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
 
 _SAMPLE_S = 10.0
 _MEMORY_GROWTH = 0.05
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
-    port = a_free_port()
+    port = free_port()
     with (folder / "stderr").open("w") as said, served(folder / "run", port, said) as run:
         titles = {str(process.pid): _title(process) for process in run.processes()}
         stop, counts = threading.Event(), Counter[str]()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-moe"
 _STOP_TIMEOUT_S = 180.0
+_CACHE = Path(tempfile.gettempdir()) / f"moe-optimizer-soak-{os.getpid()}"
+"""Of all servers of this process, removed at its end."""
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 @dataclass(slots=True)
@@ -40,14 +46,11 @@ def launched(run_dir: Path, port: int, said: TextIO, *arguments: str) -> subproc
     """Start the command that serves the bundled model; the arguments are those of `served`."""
     command = [sys.executable, str(ROOT / "run_optimizer.py"), "--model", str(MODEL), "--port", str(port)]
     command += ["--run-dir", str(run_dir), "--enable-flash-dmoe", "--calibrate", "0", "--json", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
-
-
-def a_free_port() -> int:
-    """Return a port of this machine on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # What others measure and compile on this machine meanwhile is not looked at.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(_CACHE)}
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+    )
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
     python benchmarks/soak/starts.py [--count 50] [--minutes 600] [--write]
 
-Each start serves the bundled model with our kernels required in every worker, answers a request and is stopped. 200
-clean starts of a layer are in `tests/unit/vllm_plugin/experts/test_self_check.py`.
+Each start serves the bundled model with our kernels required in every worker, answers a request and is stopped. The
+canary comes before the launcher's warm-up, which is left out. 200 clean starts of a layer are in
+`tests/unit/vllm_plugin/experts/test_self_check.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
-from benchmarks.soak.served import a_free_port, served  # noqa: E402
+from benchmarks.soak.served import served  # noqa: E402
 from moe_optimizer.proof.record import read_proofs  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -39,7 +41,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     starts: list[dict[str, Any]] = []
     while len(starts) < args.count and time.monotonic() - begin < args.minutes * 60:
         with tempfile.TemporaryDirectory() as folder:
-            starts.append(_start(Path(folder)))
+            try:
+                starts.append(_start(Path(folder)))
+            except (OSError, RuntimeError) as error:
+                said = (Path(folder) / "stderr").read_text(encoding="utf-8").splitlines()
+                starts.append({"error": str(error), "said": said[-20:], "passed": False, "exit_code": None})
         print(starts[-1], flush=True)
     found = {"starts": len(starts), "false_alarms": sum(not start["passed"] for start in starts), "samples": starts}
     if args.write:
@@ -56,8 +62,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _start(folder: Path) -> dict[str, Any]:
-    port = a_free_port()
-    with (folder / "stderr").open("w") as said, served(folder / "run", port, said, "--strict") as run:
+    port = free_port()
+    with (folder / "stderr").open("w") as said, served(folder / "run", port, said, "--strict", "--no-warm-up") as run:
         body = json.dumps({"model": run.ready["model"], "prompt": "def", "max_tokens": 4}).encode()
         url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=600) as answer:
