@@ -10,6 +10,7 @@ import sys
 
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.metrics_page import samples, total
+from moe_optimizer.proof.record import UNFINISHED_METRIC
 from moe_optimizer.proof.step_count import AGE_METRIC
 
 _STALLED_S = 60.0
@@ -25,7 +26,8 @@ def main(port: int) -> int:
     except OSError as error:
         print(f"no answer: {error}")
         return 1
-    unfinished = (total(page, "vllm:num_requests_running") or 0) + (total(page, "vllm:num_requests_waiting") or 0)
+    known = (total(page, "vllm:num_requests_running") or 0) + (total(page, "vllm:num_requests_waiting") or 0)
+    unfinished = max(known, total(page, UNFINISHED_METRIC) or 0)
     ages = [sample.value for sample in samples(page, AGE_METRIC)]
     # The least: a copy of the model without requests makes no steps.
     if not unfinished or not ages or min(ages) < _STALLED_S or client.paused():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.metrics_page import samples
+from moe_optimizer.proof.record import UNFINISHED_METRIC
 
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _FINISHED, _AWAKE = "vllm:request_success_total", "vllm:engine_sleep_state"
@@ -21,7 +22,7 @@ class Traffic:
     """What a server, or one engine of it, had to do at one moment."""
 
     unfinished: int
-    """Requests that run or wait."""
+    """Requests that run or wait, also if the engine knows nothing of them yet."""
     finished: int
     """Since its start, its warm-up included."""
     progress: tuple[float, ...]
@@ -38,12 +39,12 @@ def read_traffic(client: ServerClient) -> Mapping[str, Traffic] | None:
     Raises:
         OSError: it does not answer.
     """
-    names = (_RUNNING, _WAITING, _FINISHED, _AWAKE, *_STEPS)
+    names = (_RUNNING, _WAITING, _FINISHED, _AWAKE, UNFINISHED_METRIC, *_STEPS)
     page = client.metrics(*names, timeout_s=_TIMEOUT_S)
     if _RUNNING not in page:
         return None
     engines: dict[str, dict[str, float]] = {}
-    for sample in samples(page, "vllm:"):
+    for sample in (*samples(page, "vllm:"), *samples(page, UNFINISHED_METRIC)):
         if sample.name in names and sample.labels.get("sleep_state", "awake") == "awake":
             values = engines.setdefault(sample.labels.get("engine", "0"), {})
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
@@ -51,7 +52,8 @@ def read_traffic(client: ServerClient) -> Mapping[str, Traffic] | None:
 
 
 def _traffic(values: Mapping[str, float]) -> Traffic:
-    unfinished = round(values[_RUNNING] + values.get(_WAITING, 0.0))
-    finished = round(values.get(_FINISHED, 0.0))
-    progress = (unfinished, finished, *(values.get(name, 0.0) for name in _STEPS))
-    return Traffic(unfinished, finished, progress, values.get(_AWAKE) == 0.0)
+    known = values[_RUNNING] + values.get(_WAITING, 0.0)
+    unfinished = round(max(known, values.get(UNFINISHED_METRIC, 0.0)))
+    # Not ours: a request that comes is no progress.
+    progress = (known, *(values.get(name, 0.0) for name in (_FINISHED, *_STEPS)))
+    return Traffic(unfinished, round(values.get(_FINISHED, 0.0)), progress, values.get(_AWAKE) == 0.0)

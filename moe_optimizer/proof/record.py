@@ -27,6 +27,8 @@ DRAINING_FILE = "draining"
 """Lies beside plan.json once the launcher stops a server: it takes no new requests."""
 HEARTBEAT_QUERY = "?heartbeat"
 """Begins the query with which the launcher asks a server how it gets on; such lines are kept out of its log."""
+UNFINISHED_METRIC = "moe_optimizer_unfinished_requests"
+"""On the server's page of metrics: what its engines were given and have not ended, as the API server knows it."""
 _FLUSH_INTERVAL_S = 1.0
 _MAX_PROOF_BYTES = 64 << 20
 """Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""

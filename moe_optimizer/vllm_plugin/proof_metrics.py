@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from moe_optimizer import env
-from moe_optimizer.proof.record import PassProof, Proof
+from moe_optimizer.proof.record import UNFINISHED_METRIC, PassProof, Proof
 from moe_optimizer.proof.step_count import AGE_METRIC, read_steps, worker_name
 
 _PREFIX = "moe_optimizer"
@@ -42,7 +42,7 @@ def _progress(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
     steps = CounterMetricFamily(f"{_PREFIX}_steps", "Steps that a worker has begun: its heartbeat.", labels=labels)
     age = GaugeMetricFamily(
         AGE_METRIC,
-        "Seconds since a worker's last step began; while vllm:num_requests_running is not 0, it should stay small.",
+        f"Seconds since a worker's last step began; while {UNFINISHED_METRIC} is not 0, it should stay small.",
         labels=labels,
     )
     now, workers = time.time(), {worker_name(proof): proof for proof in proofs}

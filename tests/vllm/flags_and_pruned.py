@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from tests.builders import profile_with
+from tests.eventually import eventually
 from tests.served_until import serve
 from tests.shared_result import folder_of_all_workers, made_once
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask, plan_here
@@ -43,6 +45,8 @@ class Seen:
     prompt_tokens: int | None
     metrics: str
     traffic: Traffic | None
+    stopped: Traffic
+    """While its engine stood still, with a request that it was given then."""
     health_when_marked: tuple[int, bool]
     """Status of /health once the launcher has marked the folder, and whether it says when to come again."""
     end: str = ""
@@ -88,15 +92,35 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         counted = prompt_tokens(ServerClient(info.base_url))
         engines = read_traffic(ServerClient(info.base_url))
         traffic = None if engines is None else engines["0"]
-        RunFolder(run_dir).set_draining()
-        visits.append(Seen(plan, info, answers, perplexity, counted, metrics, traffic, _health(info.base_url)))
         (engine,) = [proof.pid for proof in info.proofs if proof.role == "engine"]
+        stopped = _stopped(engine, ServerClient(info.base_url))
+        RunFolder(run_dir).set_draining()
+        visits.append(Seen(plan, info, answers, perplexity, counted, metrics, traffic, stopped, _health(info.base_url)))
         os.kill(engine, signal.SIGKILL)
 
     with pytest.raises(ServerFailedError) as caught:
         serve(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S, on_ready=visit)
     assert visits, caught.value
     return dataclasses.replace(visits[0], end=str(caught.value), exit_code=caught.value.exit_code)
+
+
+def _stopped(engine: int, client: ServerClient) -> Traffic:
+    """Stop an engine that has nothing to do, give it a request, and let it go on once the request is counted."""
+    seen: list[Traffic] = []
+
+    def counted() -> bool:
+        seen[:] = (read_traffic(client) or {}).values()
+        return bool(seen[0].unfinished)
+
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        asked = threading.Thread(target=client.complete, args=("def",), kwargs={"max_tokens": 2, "timeout_s": 300.0})
+        asked.start()
+        eventually(counted, "the request was not counted")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    asked.join()
+    return seen[0]
 
 
 def _health(base_url: str) -> tuple[int, bool]:

@@ -76,6 +76,12 @@ def test_a_server_that_is_stopped_refuses_new_requests_and_says_how_it_got_on(se
     assert "/metrics?heartbeat" not in seen.info.log_path.read_text(encoding="utf-8", errors="replace")
 
 
+def test_a_request_that_is_given_to_an_engine_that_stands_still_is_unfinished(seen: Seen) -> None:
+    assert seen.stopped.unfinished == 1
+    # vLLM's own counts say nothing of it.
+    assert seen.stopped.progress[0] == 0
+
+
 def test_a_killed_engine_ends_everything_with_exit_code_7(seen: Seen) -> None:
     (engine,) = [proof.pid for proof in seen.info.proofs if proof.role == "engine"]
     assert f": engine core {engine} " in seen.end

@@ -14,6 +14,7 @@ from moe_optimizer.launcher.http_client import ServerClient
     ("running", "ages", "paused", "code"),
     [
         (0, (900,), False, 0),
+        ("0.0\nmoe_optimizer_unfinished_requests 1", (900,), False, 1),
         (2, (1, 900), False, 0),
         (2, (61, 900), False, 1),
         (2, (61, 900), True, 0),
@@ -22,7 +23,7 @@ from moe_optimizer.launcher.http_client import ServerClient
     ],
 )
 def test_only_requests_without_steps_end_it(
-    monkeypatch: pytest.MonkeyPatch, running: int | None, ages: tuple[int, ...], paused: bool, code: int
+    monkeypatch: pytest.MonkeyPatch, running: object, ages: tuple[int, ...], paused: bool, code: int
 ) -> None:
     def page(self: ServerClient, **options: Any) -> str:
         if running is None:

@@ -81,6 +81,16 @@ def test_one_engine_that_stands_still_is_seen_beside_one_that_gets_on() -> None:
 
 
 @pytest.mark.usefixtures("ten_seconds_a_beat")
+def test_requests_of_which_a_stopped_engine_knows_nothing_stand_still() -> None:
+    # vLLM's gauges are what the engine said last: that it had nothing to do. Further requests are no progress.
+    idle = 'vllm:num_requests_running{engine="0"} 0.0\nmoe_optimizer_unfinished_requests{engine="0"} %d.0\n'
+    beat = Heartbeat(client(*(idle % requests for requests in (0, 0, 1, 2, 1, 2, 0))))
+    stalled = [beat.beat() for _ in range(7)]
+    assert stalled[5] > stalled[1] + 20
+    assert stalled[6] == stalled[1]
+
+
+@pytest.mark.usefixtures("ten_seconds_a_beat")
 @pytest.mark.parametrize("how", ["paused", "asleep", "working"])
 def test_requests_that_wait_on_purpose_do_not_stand_still(how: str) -> None:
     asleep = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(how != "asleep")}.0\n'

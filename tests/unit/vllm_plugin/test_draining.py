@@ -13,7 +13,7 @@ from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.vllm_plugin.draining import RefuseWhileDraining
 
 
-def answer(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def answer(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch, query: bytes = b"") -> list[dict[str, Any]]:
     """Return what a client gets; the server itself answers everything with 200."""
     sent: list[dict[str, Any]] = []
 
@@ -24,7 +24,8 @@ def answer(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> list[dic
         await send({"type": "http.response.start", "status": 200})
 
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(folder / "plan.json"))
-    asyncio.run(RefuseWhileDraining(server)({"type": "http", "path": path}, None, send))  # pyright: ignore[reportArgumentType]
+    scope = {"type": "http", "path": path, "query_string": query}
+    asyncio.run(RefuseWhileDraining(server)(scope, None, send))  # pyright: ignore[reportArgumentType]
     return sent
 
 
@@ -43,6 +44,17 @@ def test_new_requests_are_refused_once_the_folder_is_marked(
 def test_metrics_are_answered_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunFolder(tmp_path).set_draining()
     assert answer(tmp_path, "/metrics", monkeypatch)[0]["status"] == 200
+
+
+@pytest.mark.parametrize("several_servers", [False, True])
+def test_the_launcher_gets_the_metrics_that_it_names_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_servers: bool
+) -> None:
+    if several_servers:  # vLLM makes their page from files
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    _, *body = answer(tmp_path, "/metrics", monkeypatch, query=b"heartbeat&name[]=python_info&name[]=more")
+    lines = [line for part in body for line in part["body"].decode().splitlines() if not line.startswith("#")]
+    assert [line.partition("{")[0] for line in lines] == ([] if several_servers else ["python_info"])
 
 
 def test_the_launchers_own_questions_are_not_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
