@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class RunFolder:
         try:
             if restarts and self.log_path.exists():
                 self.log_path.rename(f"{self.log_path}.{restarts}")
-            for old in () if restarts else self.path.glob(f"{LOG_FILE}.*"):
+            for old in () if restarts else self.path.glob(f"{LOG_FILE}*"):
                 old.unlink()
             write_atomically(self.plan_path, plan.to_json())
             for kept in (f"{PROOF_DIR}/*.json", f"{PARTS_DIR}/*.json", f"{STEPS_DIR}/*-*"):
@@ -149,6 +150,8 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _lock(self, descriptor: int) -> None:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InputError(f"run folder {self.path}: {LOCK_FILE} is not a regular file")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -441,6 +441,16 @@ def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_p
             serve(fake(), run_dir=tmp_path / name)
 
 
+def test_a_pipe_in_the_run_folder_does_not_block(fake: Fake, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "server.log")
+    with launch.running(fake(), run_dir=tmp_path) as info:
+        assert info.log_path.is_file()
+    (tmp_path / "launcher.lock").unlink()
+    os.mkfifo(tmp_path / "launcher.lock")
+    with pytest.raises(InputError, match=r"run folder.*regular"):
+        serve(fake(), run_dir=tmp_path)
+
+
 def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
