@@ -28,8 +28,9 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
     if request is None or seconds <= 0:
         return False
     progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
+    progress.release()
     try:
-        measure(request)
+        measure(request, lines=progress)
     except MoeOptimizerError as error:
         logger.warning("kernels are not measured: %s", error)
         return False

@@ -43,6 +43,22 @@ def test_a_question_of_the_plan_is_measured_on_the_threads_of_a_worker(measured:
     assert asked.environment == {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
+def test_a_pipe_is_told_at_once_and_of_each_step(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[str] = []
+    measure = tables.measure_speeds
+
+    def listen(asked: Any, *, on_step: Any) -> None:
+        heard.append(capsys.readouterr().err)
+        measure(asked, on_step=on_step)
+
+    monkeypatch.setattr(tables, "measure_speeds", listen)
+    speed_questions.measure_if_needed(plan(), 5.0, ProgressLines(verbose=False))
+    assert "5 s" in heard[0]
+    assert "50%" in capsys.readouterr().err
+
+
 def test_two_workers_share_the_processor(measured: list[Any]) -> None:
     speed_questions.measure_if_needed(plan(vllm_args=("--tensor-parallel-size", "2")), 5.0, QUIET)
     assert measured[0].cores == (0, 1)
