@@ -7,6 +7,7 @@ import math
 
 from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import DoesNotFitError
+from moe_optimizer.inspection.hardware_catalog import hardware_names
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import Fp8Params
@@ -77,6 +78,9 @@ def _where(context: PlanContext) -> str:
 
 
 def _fit_hint(context: PlanContext) -> str:
+    if context.device == "cpu" and context.request.hardware.origin == "probed":
+        names = ", ".join(hardware_names())
+        return f"this is the plan for the CPU here; for another machine: --dry-run --hardware with one of {names}"
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
     terms = context.memory_terms(context.kv_cache.kv_bits) | {"num_devices": 1}

@@ -90,7 +90,12 @@ def test_copies_that_do_not_fit_are_counted_with_all_their_gpus():
 
 
 def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
-    refused(request(tiny_moe(), cpu_machine(gib=1)), DoesNotFitError)
+    here = cpu_machine(gib=1)
+    error = refused(request(tiny_moe(), here), DoesNotFitError)
+    assert "--hardware" in str(error.hint)
+    assert "h200" in str(error.hint)
+    named = refused(request(tiny_moe(), dataclasses.replace(here, origin="named")), DoesNotFitError)
+    assert "--hardware" not in str(named.hint)
     assert make_plan(request(tiny_moe(), cpu_machine(gib=4))).memory.fits
 
 
