@@ -1,6 +1,6 @@
 """Clean starts of a server, one after the other: the canary passes in each, and each ends with exit code 0.
 
-    python benchmarks/soak/starts.py [--count 50] [--minutes 600] [--write]
+    python benchmarks/soak/starts.py [--count 50] [--minutes 600] [--resume] [--write]
 
 Each start serves the bundled model with our kernels required in every worker, answers a request and is stopped. The
 canary comes before the launcher's warm-up, which is left out. 200 clean starts of a layer are in
@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
 from benchmarks.soak.served import served  # noqa: E402
 from moe_optimizer.proof.record import read_proofs  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
@@ -36,9 +36,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=600.0, help="no further start after so long")
+    parser.add_argument("--resume", action="store_true", help="count those of the latest record of this machine too")
     args = parser.parse_args(arguments)
     load_before, begin = os.getloadavg()[0], time.monotonic()
-    starts: list[dict[str, Any]] = []
+    commit = checkout(args.commit)["commit"]
+    starts = _of_the_latest_record() if args.resume else []
     while len(starts) < args.count and time.monotonic() - begin < args.minutes * 60:
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -46,6 +48,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             except (OSError, RuntimeError) as error:
                 said = (Path(folder) / "stderr").read_text(encoding="utf-8").splitlines()
                 starts.append({"error": str(error), "said": said[-20:], "passed": False, "exit_code": None})
+        starts[-1]["commit"] = commit
         print(starts[-1], flush=True)
     found = {"starts": len(starts), "false_alarms": sum(not start["passed"] for start in starts), "samples": starts}
     if args.write:
@@ -54,11 +57,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "environment": host(load_before),
             **found,
         }
+        if {start["commit"] for start in starts} != {commit}:
+            record["commit"] = None  # named in the samples
         write_record(record, cpu_slug(cpu_name()), "soak_starts")
     assert starts, "no start"
     assert not found["false_alarms"], starts
     assert all(start["exit_code"] == 0 for start in starts), starts
     return found
+
+
+def _of_the_latest_record() -> list[dict[str, Any]]:
+    records = sorted(RECORDS.glob(f"*_{cpu_slug(cpu_name())}_soak_starts.json"))
+    record = json.loads(records[-1].read_text(encoding="utf-8")) if records else {"samples": []}
+    return [{"commit": record["commit"], **start} for start in record["samples"]]
 
 
 def _start(folder: Path) -> dict[str, Any]:
