@@ -127,6 +127,12 @@ def write_record(record: dict[str, Any], machine: str, subject: str) -> None:
     print(f"wrote {path.relative_to(ROOT)}")
 
 
+def latest_record(subject: str) -> dict[str, Any] | None:
+    """Return the latest record of a subject on a processor like this one; None: there is none."""
+    paths = sorted(RECORDS.glob(f"*_{cpu_slug(cpu_name())}_{subject}.json"))
+    return json.loads(paths[-1].read_text(encoding="utf-8")) if paths else None
+
+
 def _git(*arguments: str) -> str | None:
     try:
         shown = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)

@@ -1,6 +1,6 @@
 """SIGKILL at random points of what writes files: nothing is left half-written, and the next run goes on.
 
-    python benchmarks/soak/kills.py [--count 200] [--write]
+    python benchmarks/soak/kills.py [--count 200] [--minutes 600] [--resume] [--write]
 
 In a fixed order: planning into a run folder, calibration into the cache, the files of a run folder, those of the cache.
 Each runs in a fork of one process that has imported what it needs, in the same folders, and is killed at a random
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
+from benchmarks.record import checkout, cpu_name, cpu_slug, head, host, latest_record, parser_of, write_record  # noqa: E402
 from moe_optimizer.cli.main import main as command  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.expert_load import read_expert_load  # noqa: E402
@@ -57,9 +57,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--minutes", type=float, default=600.0, help="no further kill after so long")
+    parser.add_argument("--resume", action="store_true", help="count those of the latest record of this machine too")
     args = parser.parse_args(arguments)
-    load_before, choice = os.getloadavg()[0], random.Random(args.seed)
-    killed, unharmed, checked = Counter[str](), Counter[str](), 0
+    load_before, choice, begin = os.getloadavg()[0], random.Random(args.seed), time.monotonic()
+    earlier = latest_record("soak_kills") if args.resume else None
+    before = {} if earlier is None else earlier
+    killed, unharmed = Counter[str](before.get("killed", {})), Counter[str](before.get("ended_before", {}))
+    checked, done_before = before.get("files_read_back", 0), killed.total()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         run = Path(folder) / "run"
@@ -69,11 +74,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         }  # fmt: skip
         seconds = {}
         for name, work in works.items():
-            begin = time.monotonic()
+            started = time.monotonic()
             assert _forked(work, None) == 0, f"{name} does not end well unharmed"
-            seconds[name] = time.monotonic() - begin
+            seconds[name] = time.monotonic() - started
         for number in itertools.count():
-            if sum(killed.values()) == args.count:
+            if killed.total() >= args.count or time.monotonic() - begin > args.minutes * 60:
                 break
             name = _ORDER[number % len(_ORDER)]
             if name == "calibration":
@@ -88,9 +93,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 for each, work in works.items():
                     assert each == "calibration" or _forked(work, None) == 0, f"{each} does not go on after a kill"
         assert _forked(_calibrate, None) == 0, "calibration does not go on after a kill"
+    this = {"commit": checkout(args.commit)["commit"], "seed": args.seed, "kills": killed.total() - done_before}
     found = {
-        "seed": args.seed,
-        "kills": sum(killed.values()),
+        "runs": [*runs_of(earlier), this],
+        "kills": killed.total(),
         "killed": dict(killed),
         "ended_before": dict(unharmed),
         "seconds_unharmed": {name: round(took, 2) for name, took in seconds.items()},
@@ -100,8 +106,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(json.dumps(found, indent=1))
     if args.write:
         record = {**head("SIGKILL while files are written", args.commit), "environment": host(load_before), **found}
+        if len({each["commit"] for each in found["runs"]}) > 1:
+            record["commit"] = None  # named in the runs
         write_record(record, cpu_slug(cpu_name()), "soak_kills")
     return found
+
+
+def runs_of(record: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the runs that made a record; an early one is of one run and names it itself."""
+    if record is None:
+        return []
+    return record.get("runs") or [{name: record[name] for name in ("commit", "seed", "kills")}]
 
 
 def _forked(work: Callable[[], None], kill_after_s: float | None) -> int:

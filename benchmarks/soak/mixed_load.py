@@ -81,6 +81,9 @@ def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
         samples = []
         while time.monotonic() - begin < seconds:
             time.sleep(_SAMPLE_S)
+            if run.launcher.poll() is not None:
+                stop.set()
+                raise RuntimeError(f"it ended: {(folder / 'stderr').read_text(encoding='utf-8')[-2000:]}")
             samples.append({"at_s": round(time.monotonic() - begin), **_sample(run)})
         stop.set()
         for thread in threads:

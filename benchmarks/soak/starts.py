@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
+from benchmarks.record import checkout, cpu_name, cpu_slug, head, host, latest_record, parser_of, write_record  # noqa: E402
 from benchmarks.soak.served import served  # noqa: E402
 from moe_optimizer.proof.record import read_proofs  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
@@ -67,8 +67,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _of_the_latest_record() -> list[dict[str, Any]]:
-    records = sorted(RECORDS.glob(f"*_{cpu_slug(cpu_name())}_soak_starts.json"))
-    record = json.loads(records[-1].read_text(encoding="utf-8")) if records else {"samples": []}
+    record = latest_record("soak_starts") or {"commit": None, "samples": []}
     return [{"commit": record["commit"], **start} for start in record["samples"]]
 
 
