@@ -95,6 +95,12 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn(title), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("starting", total=1.0)
-            yield lambda share, text: bar.update(task, completed=share, description=printable(text))
+        try:
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task("starting", total=1.0)
+                yield lambda share, text: bar.update(task, completed=share, description=printable(text))
+        except OSError as error:
+            # The terminal was closed: what SIGHUP raised counts, not that the bar could not be taken away.
+            if error.errno == errno.EIO and isinstance(error.__context__, SystemExit):
+                raise error.__context__ from None
+            raise

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
 
 
 def test_lines_and_warnings_are_held_in_order_until_they_are_released(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +35,27 @@ def test_a_closed_terminal_takes_no_lines_and_ends_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(sys.stderr, "write", closed)
     ProgressLines(verbose=True).line("stopping")
+
+
+def test_a_terminal_that_closes_under_a_bar_ends_as_its_signal_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def closed(text: str) -> int:
+        if shown[-1:] == ["closed"]:
+            raise OSError(errno.EIO, "Input/output error")
+        shown.append(text)
+        return len(text)
+
+    monkeypatch.setattr(sys.stderr, "write", closed)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with pytest.raises(SystemExit) as end, progress_bar("kernels") as step:
+        step(0.5, "half")
+        shown.append("closed")
+        raise SystemExit(129)
+    assert end.value.code == 129
+    assert len(shown) > 1
 
 
 def test_a_live_line_is_cut_at_the_terminals_edge_and_written_over(
