@@ -50,10 +50,15 @@ def test_a_terminal_that_closes_under_a_bar_ends_as_its_signal_does(monkeypatch:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with pytest.raises(SystemExit) as end, progress_bar("kernels") as step:
-        step(0.5, "half")
-        shown.append("closed")
-        raise SystemExit(129)
+
+    def measured() -> None:
+        with progress_bar("kernels") as step:
+            step(0.5, "half")
+            shown.append("closed")
+            raise SystemExit(129)
+
+    with pytest.raises(SystemExit) as end:
+        measured()
     assert end.value.code == 129
     assert len(shown) > 1
 
