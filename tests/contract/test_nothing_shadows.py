@@ -50,7 +50,8 @@ if __name__ == "__main__":
         (MOE_OPTIMIZER, ["plan", TINY_MOE, "--hardware", "h100_sxm"]),
         (MOE_OPTIMIZER, ["doctor"]),
         (MOE_OPTIMIZER, ["build", "--check"]),
-        (MOE_OPTIMIZER, ["tune", TINY_MOE]),
+        # Ends before it starts servers and measuring processes, of which the tests below are: its folder is a file.
+        (MOE_OPTIMIZER, ["tune", TINY_MOE, "--run-dir", "torch.py"]),
         (MOE_OPTIMIZER, ["experts", "http://127.0.0.1:1"]),
         (RUN_OPTIMIZER, [TINY_MOE, "--dry-run"]),
     ],

@@ -245,9 +245,10 @@ def test_a_full_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: py
 ON_A_SMALL_DISK = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from moe_optimizer.launcher import deployment, launch
+from moe_optimizer.launcher import deployment, evidence, launch
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.plan.plan import Plan
+evidence.PROOF_WAIT_S = 1.0
 deployment.check_plugin_visible = lambda plan: None
 deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3:]]
 disk = Path(sys.argv[2])
