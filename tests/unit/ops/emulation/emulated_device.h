@@ -3,6 +3,7 @@
 // kernel which reads too early or reuses memory too soon computes garbage here.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -88,13 +89,19 @@ inline uint32_t bf16_bits(float value) {
 inline float from_bf16_bits(uint32_t bits) { return float_from_bits(bits << 16); }
 inline uint32_t cvt_bf16x2_f32(float first, float second) { return bf16_bits(first) | (bf16_bits(second) << 16); }
 
-inline float float_from_e4m3(uint32_t bits) {
+inline float decode_e4m3(uint32_t bits) {
   const uint32_t exponent = (bits >> 3) & 15u, mantissa = bits & 7u;
   const float sign = (bits & 0x80u) ? -1.0f : 1.0f;
   if (exponent == 15 && mantissa == 7) return NAN;
   if (exponent == 0) return sign * static_cast<float>(mantissa) * 0x1p-9f;
   return sign * std::ldexp(1.0f + static_cast<float>(mantissa) / 8.0f, static_cast<int>(exponent) - 7);
 }
+inline const std::array<float, 256> kE4m3Values = [] {
+  std::array<float, 256> values{};
+  for (uint32_t bits = 0; bits < 256; ++bits) values[bits] = decode_e4m3(bits);
+  return values;
+}();
+inline float float_from_e4m3(uint32_t bits) { return kE4m3Values[bits]; }
 inline uint32_t cvt_bf16x2_e4m3x2(uint32_t pair) {
   return cvt_bf16x2_f32(float_from_e4m3(pair & 0xffu), float_from_e4m3((pair >> 8) & 0xffu));
 }
