@@ -45,8 +45,12 @@ def spread(values: Sequence[float]) -> Spread:
     if not data.size:
         raise ValueError("no values")
     generator = np.random.default_rng(0)
-    medians = [float(np.median(generator.choice(data, data.size))) for _ in range(_RESAMPLES if data.size > 1 else 1)]
-    low, high = np.quantile(medians, [0.025, 0.975])
+    left, medians = _RESAMPLES if data.size > 1 else 1, []
+    while left:
+        several = min(left, max(1, _DRAWS // data.size))
+        medians.append(np.median(generator.choice(data, (several, data.size)), axis=1))
+        left -= several
+    low, high = np.quantile(np.concatenate(medians), [0.025, 0.975])
     p90, p99 = np.quantile(data, [0.9, 0.99])
     curve = tuple(map(float, np.quantile(data, np.linspace(0, 1, CURVE_POINTS))))
     return Spread(float(np.median(data)), float(low), float(high), float(p90), float(p99), curve)
