@@ -17,11 +17,14 @@ class Source(Enum):
     @property
     def weakness(self) -> int:
         """0 for the strongest source, growing as the evidence weakens."""
-        return list(Source).index(self)
+        return _WEAKNESS[self]
 
     def __or__(self, other: Source) -> Source:
         """Return the weaker of the two sources."""
         return max(self, other, key=lambda source: source.weakness)
+
+
+_WEAKNESS = {source: place for place, source in enumerate(Source)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,11 +112,16 @@ def any_cases(
 
 
 def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:
+    assert_each_as_exact_as_torch(case, {"it": got})
+
+
+def assert_each_as_exact_as_torch(case: Case, got: Mapping[str, Tensor]) -> None:
     want = case.in_torch(torch.float64)
     same_dtype = case.in_torch(case.x.dtype)
-    error = (got.double() - want).abs().max().item() if got.numel() else 0.0
-    allowed = 2 * (same_dtype - want).abs().max().item() + 1e-5 if got.numel() else 0.0
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+    allowed = 2 * (same_dtype - want).abs().max().item() + 1e-5 if want.numel() else 0.0
+    for name, each in got.items():
+        error = (each.double() - want).abs().max().item() if each.numel() else 0.0
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
 def quantized(case: Case, scales: str) -> Case:

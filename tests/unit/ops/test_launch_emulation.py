@@ -177,8 +177,8 @@ def test_grouped_with_small_rings_ends(emulator: Emulator, stages):
 @pytest.mark.parametrize(("paired", "tile"), [(False, 16), (True, 160)])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_more_short_tasks_than_places_for_them_are_all_done_once(emulator: Emulator, paired, tile, seed):
-    # Gate+up: one step of K per task, 3 row tiles of 50 experts on two blocks or one pair.
-    case = make_case(75, 2, 50, 64, 272, seed=seed)
+    # Gate+up: one step of K per task, 3 row tiles of 20 experts on two blocks or one pair.
+    case = make_case(30, 2, 20, 64, 272, seed=seed)
     out = emulator.grouped(
         with_poisoned_output(case), GemmMode.BF16, blocks=2, tile_tokens=tile, paired=paired, seed=seed
     )

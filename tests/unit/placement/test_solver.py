@@ -78,18 +78,8 @@ def assert_as_even_as_default(placement, load, num_ranks, num_replicas, num_node
 
 
 @settings(max_examples=500, deadline=None)
-@given(problems())
-def test_valid_and_as_even_as_default_on_every_load(problem):
-    load, *numbers = problem
-    num_ranks, num_replicas, num_nodes, num_groups = numbers
-    placement = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups)
-    assert_valid(placement, load, *numbers)
-    assert_as_even_as_default(placement, load, *numbers)
-
-
-@settings(max_examples=500, deadline=None)
 @given(problems(), st.data())
-def test_valid_and_as_even_as_default_with_a_previous_placement(problem, data):
+def test_valid_and_as_even_as_default_on_every_load_with_a_previous_placement_and_without(problem, data):
     load, *numbers = problem
     num_ranks, num_replicas, num_nodes, num_groups = numbers
     # Of other traffic, or of nearly the same, with which a part of it can be kept.
@@ -97,9 +87,10 @@ def test_valid_and_as_even_as_default_with_a_previous_placement(problem, data):
     before = data.draw(st.one_of(loads(load.shape), st.just(near)))
     previous = place_experts(before, num_ranks, num_replicas, num_nodes, num_groups)
     placement = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups, previous)
-    assert_valid(placement, load, *numbers)
-    assert_as_even_as_default(placement, load, *numbers)
     anew = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups)
+    for each in (placement, anew):
+        assert_valid(each, load, *numbers)
+        assert_as_even_as_default(each, load, *numbers)
     if num_groups > 1 and num_groups % num_nodes:
         traffic = node_traffic(load.astype(float), placement, num_nodes, num_groups)
         assert (traffic <= node_traffic(load.astype(float), anew, num_nodes, num_groups)).all()
