@@ -37,7 +37,7 @@ step lint-imports
 [ "$what" = lint ] && { await_types; exit; }
 # The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Three workers for
 # the two cores of a small CI machine: a third uses the seconds in which one waits for its processes.
-step pytest -q -n "${PYTEST_WORKERS:-3}" -m "not vllm"
+step pytest -q -n "${PYTEST_WORKERS:-3}" --ignore tests/vllm
 await_types
 [ "$what" = quick ] && exit 0
-step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m vllm
+step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder tests/vllm

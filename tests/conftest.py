@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -16,6 +17,9 @@ from hypothesis import settings
 # would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
 # Set before anything loads OpenMP, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A quarter of the time of importing torch, transformers or vLLM goes into looking through what lives to the end.
+gc.disable()
 
 # Tests talk to servers on this machine only, which a proxy cannot reach.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):
@@ -62,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(3600))
     if len(served) == len(items):
         items.sort(key=lambda item: _place(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -14,6 +14,7 @@ from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
 from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends, backends_for
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion, TokenSpeeds
 
+pytestmark = pytest.mark.vllm
 SHAPE = LayerShape(hidden_size=64, intermediate_size=64, num_experts=4, num_global_experts=4, top_k=2)
 QUESTION = SpeedQuestion(device="this", weights="bf16", shape=SHAPE, kernel_hash="", vllm="")
 

@@ -7,7 +7,11 @@ What a forked process lacks of a spawned one is asserted of the servers that spa
 The parent's threads at that moment wait for something: those of ZMQ, of numpy, the two of the plugin.
 """
 
+import gc
 import multiprocessing.context
+
+# A quarter of the time that imports take goes into looking for garbage among what lives to the end.
+gc.set_threshold(200_000, 100, 100)
 
 _made = vars(multiprocessing.context)["_concrete_contexts"]
 _made["spawn"] = _made["fork"]
