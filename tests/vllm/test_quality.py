@@ -9,7 +9,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 from tests.free_ports import free_port
 from tests.vllm import wrong_kernels
-from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, plan_here
+from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
 pytestmark = pytest.mark.vllm
 
@@ -40,9 +40,15 @@ class Servers:
 
     base: QualityRequest
     switch: Path
+    results: dict[str, QualityResult] = field(default_factory=dict)
 
     def judged(self, folder: Path, mistake: str) -> QualityResult:
-        """Compare the server, with a mistake, with what stock vLLM has answered."""
+        """Compare the server, with a mistake, with what stock vLLM has answered; each mistake once."""
+        if mistake not in self.results:
+            self.results[mistake] = self._judged(folder, mistake)
+        return self.results[mistake]
+
+    def _judged(self, folder: Path, mistake: str) -> QualityResult:
         for name in ("tokens.json", "reference"):
             place = self.base.folder / name
             (shutil.copytree if place.is_dir() else shutil.copy)(place, folder / name)
@@ -57,7 +63,8 @@ class Servers:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers, QualityResult]]:
     site, switch = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("switch") / "mistake"
     switch.write_text("")
-    shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
+    parts = (Path(wrong_kernels.__file__), FORKED / "sitecustomize.py")  # Python reads one file of this name
+    (site / "sitecustomize.py").write_text("\n".join(part.read_text() for part in parts))
     ours = plan_here("--enforce-eager", dtype="bfloat16", wishes=resolve_wishes(("flash-dmoe",), ()))
     stock = ours.replace(serve_args=ours.plain_args.without("--port") + ServeArguments("--port", str(free_port())))
     with pytest.MonkeyPatch.context() as patch:
