@@ -7,11 +7,11 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 # Test workers, servers and whatever else runs share the cores. OpenMP threads that spin while they wait for each other
 # would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
@@ -30,10 +30,12 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-# The files that start servers or wait for those of tests/vllm/conftest.py. Each of those servers is started by the
-# first file that asks and read by the others (tests/shared_result.py), so the order is: the longest first, and no two
-# neighbours that ask for the same server. Tests without a server fill what is left.
-_SERVER_FILES = (
+_OTHERS = "files that start no server"
+# The files that start servers of their own or those of tests/vllm/conftest.py. Each of those is started by the first
+# file that asks and read by the others (tests/shared_result.py), so the order is: the longest first, and no two
+# neighbours that ask for the same server. One test worker has each of them, and one has all others: it alone imports
+# vLLM, late enough that the servers that they read have been started.
+_ORDER = (
     "test_serving_equals_stock.py",
     "test_demo.py",
     "test_bf16_equals_stock.py",
@@ -43,15 +45,17 @@ _SERVER_FILES = (
     "test_failures.py",
     "test_fp8.py",
     "test_flag_passes.py",
-    "test_sparsity_24.py",
     "test_fp8_memory.py",
+    _OTHERS,
     "test_fp8_sensitivity.py",
+    "test_killed_launcher.py",
 )
 
 
-def _place(file: Path) -> int:
-    """Return a file's place in the order above; all others come last."""
-    return _SERVER_FILES.index(file.name) if file.name in _SERVER_FILES else len(_SERVER_FILES)
+def _group(file: str) -> str:
+    """Return the entry of a file in the order above."""
+    name = file.rpartition("/")[2]
+    return name if name in _ORDER else _OTHERS
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,7 +69,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in served:
         item.add_marker(pytest.mark.timeout(3600))
     if len(served) == len(items):
-        items.sort(key=lambda item: _place(item.path))
+        items.sort(key=lambda item: _ORDER.index(_group(item.path.name)))
+
+
+class _Groups(LoadFileScheduling):
+    """Gives each group of the order above to one test worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | None:
+    """Replace pytest-xdist's scheduler of whole files (its loadgroup does nothing with pytest 9.2)."""
+    return _Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_finish() -> None:

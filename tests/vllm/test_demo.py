@@ -13,7 +13,7 @@ import pytest
 from moe_optimizer.proof.record import PassProof, Proof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
 from tests.contract.conftest import Finished, run
-from tests.vllm.conftest import ROOT, spawning
+from tests.vllm.conftest import ROOT
 from tests.vllm.heldout import reference_perplexity
 
 pytestmark = pytest.mark.vllm
@@ -43,7 +43,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     # fails to load it; test_serving_equals_stock.py has it.
     compiled = {"VLLM_USE_AOT_COMPILE": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     demo = (str(ROOT / "scripts" / "demo.py"),)
-    finished = run([], program=demo, cwd=folder, env={**compiled, **spawning()}, bounded=False, timeout_s=2500)
+    finished = run([], program=demo, cwd=folder, env=compiled, bounded=False, timeout_s=2500)
     assert finished.code == 0, finished
     plain, fp8 = sorted((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     return Demo(finished, read_proofs(plain), read_proofs(fp8))

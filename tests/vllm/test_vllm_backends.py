@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from moe_optimizer.measure.kernel_speeds import vllm_backends
-from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
-from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
-from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends, backends_for
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion, TokenSpeeds
+
+if TYPE_CHECKING:  # imported by the tests: every test worker collects this file, and one imports vLLM for it
+    from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
+    from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends
 
 pytestmark = pytest.mark.vllm
 SHAPE = LayerShape(hidden_size=64, intermediate_size=64, num_experts=4, num_global_experts=4, top_k=2)
@@ -21,6 +19,8 @@ QUESTION = SpeedQuestion(device="this", weights="bf16", shape=SHAPE, kernel_hash
 
 @pytest.fixture
 def layer() -> MeasuredLayer:
+    from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
+
     return MeasuredLayer(QUESTION, device="cpu", seed=0)
 
 
@@ -33,10 +33,14 @@ def portable(*_: Any) -> Backends:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
+    from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends
+
     return Backends("cpu", {"portable": (UnquantizedMoeBackend.CPU, CPUUnquantizedExperts)}, {"triton": "no GPU"})
 
 
 def test_each_backend_for_such_weights_that_vllm_refuses_is_there_with_its_reason(layer: MeasuredLayer) -> None:
+    from moe_optimizer.measure.kernel_speeds.vllm_backends import backends_for
+
     found = backends_for(layer)
     assert found.taken == "cpu"
     assert "device cpu" in found.unavailable["triton"]
@@ -46,6 +50,9 @@ def test_each_backend_for_such_weights_that_vllm_refuses_is_there_with_its_reaso
 def test_a_kernel_of_vllms_is_timed_at_every_number_of_tokens(
     layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from moe_optimizer.measure.kernel_speeds import vllm_backends
+    from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
+
     monkeypatch.setattr(vllm_backends, "backends_for", portable)
     compared, measured = Compared(), rows()
     peers = Peers([layer], compared, lambda: None)
@@ -59,6 +66,9 @@ def test_a_kernel_of_vllms_is_timed_at_every_number_of_tokens(
 def test_one_that_fails_has_its_reason_and_one_that_ended_the_process_is_not_tried_again(
     layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from moe_optimizer.measure.kernel_speeds import vllm_backends
+    from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
+
     monkeypatch.setattr(vllm_backends, "backends_for", portable)
     compared, during = Compared(), list[dict[str, str]]()
 
