@@ -91,12 +91,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_finish() -> None:
-    """Look for garbage again, but not among what was imported."""
-    gc.freeze()
-    gc.enable()
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many tests were skipped for which reason."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
