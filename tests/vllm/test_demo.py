@@ -1,4 +1,4 @@
-"""The whole job once, by the command of `make demo`: two servers with everything as by default, the second in FP8.
+"""The whole job once, by the command of `make demo`: two servers with every option as by default, the second in FP8.
 
 What the other files ask servers of their own about dtypes, layouts and failures is asked here of what a user gets.
 """

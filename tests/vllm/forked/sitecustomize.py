@@ -3,7 +3,7 @@
 Read by every Python of a server that the tests start, whose PYTHONPATH names this folder. vLLM forks by itself
 where no platform sets VLLM_WORKER_MULTIPROC_METHOD, as the CPU platform does: there is no switch for it.
 
-What a forked process lacks of a spawned one is asserted of the servers that spawn (tests/vllm/conftest.py: `spawned`).
+What a forked process lacks of a spawned one is asserted of the servers that spawn (tests/vllm/conftest.py: `spawning`).
 The parent's threads at that moment wait for something: those of ZMQ, of numpy, the two of the plugin.
 """
 
