@@ -193,7 +193,7 @@ def slow(servers: tuple[Servers, QualityResult], tmp_path_factory: pytest.TempPa
     at = servers[0]
     folder = tmp_path_factory.mktemp("tune")
     template = BenchRequest(
-        command=("tune",), sides=(), workload_name="a test", workload=SMALL, repetitions=3, limits=Limits(),
+        command=("tune",), sides=(), workload_name="a test", workload=SMALL, repetitions=4, limits=Limits(),
         folder=folder, tokenizer=str(TINY_MOE), trust_remote_code=False, ready_timeout_s=READY_TIMEOUT_S,
     )  # fmt: skip
 
