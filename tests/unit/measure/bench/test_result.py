@@ -76,6 +76,12 @@ def test_verdicts_name_metric_and_load_and_say_who_is_faster():
     assert back["tpot_ms"].verdict == "slower"
 
 
+def test_a_round_without_time_between_tokens_gives_no_verdict_on_it():
+    ours = {CLIENTS: [samples(tpot=tpot) for tpot in (0.010, 0.011)]}
+    theirs = {CLIENTS: [samples(tpot=tpot) for tpot in (0.010, 0.0)]}
+    assert {each.metric for each in verdicts(ours, theirs)} == {"ttft_ms", "output_tokens_per_s"}
+
+
 ASKED = tuple(TraceRequest(0.0, 50, tokens, (1, 2, 3, 4)) for tokens in (11, 21))
 
 
