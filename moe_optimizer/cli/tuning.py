@@ -16,7 +16,7 @@ from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
-from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
@@ -58,7 +58,11 @@ class Tuning:
         self._entries: list[Entry] = []
 
     def result(self) -> TuneResult:
-        """Search, write plan and ledger, and return the ledger."""
+        """Search, write plan and ledger, and return the ledger.
+
+        Raises:
+            ServerFailedError: nothing could be measured.
+        """
         with messages.held_messages(verbose=self._options.verbose):
             plans = CandidatePlans(self._options, self._lines)
             plan = plans.plan(Candidate())
@@ -76,7 +80,13 @@ class Tuning:
                 journal=journal, on_step=show,
             )  # fmt: skip
             found = search(question, measure, journal, show)
-        return self._written(found, plans, journal.spent_s + triton_s)
+        result = self._written(found, plans, journal.spent_s + triton_s)
+        if found.why_nothing and found.ended == "done":
+            raise ServerFailedError(
+                f"tune: no server could be measured, not stock vLLM's either: {found.why_nothing}",
+                hint=f"{self._folder / _LEDGER_FILE} has what was tried",
+            )
+        return result
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)

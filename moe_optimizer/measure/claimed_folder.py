@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.files import make_private_folder, read_text, write_atomically
 
 _DIGEST_BYTES = 64
 
@@ -22,10 +22,10 @@ def claim_folder(folder: Path, question: Any, *, command: str) -> None:
         command: that asks; it names the file in which the question's digest is kept.
 
     Raises:
-        InputError: what another question measured is there.
+        InputError: what another question measured is there, or the folder is a file.
     """
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(folder)
     mark = folder / f"{command}.digest"
     if not mark.exists():
         write_atomically(mark, digest + "\n")

@@ -16,6 +16,8 @@ from moe_optimizer.measure.tune.setting_search import SettingSearch
 from moe_optimizer.measure.tune.settings import Settings, arguments_of
 from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial
 
+_MOST_FAILURES = 3
+"""Settings in a row without a result, before any candidate has one: no setting makes such a server start."""
 _MOST_REPEATS = 20
 """Settings in a row that were tried before: the sampler has nothing new to say."""
 _BEST = Candidate()
@@ -55,6 +57,8 @@ class Found:
     nearest_miss: NearestMiss | None
     entries: tuple[Entry, ...]
     ended: Ended
+    why_nothing: str = ""
+    """Why no candidate has a result, stock vLLM included; "" where one has."""
 
 
 def search(question: Question, measure: Measure, journal: Journal, on_step: OnStep) -> Found:
@@ -78,6 +82,7 @@ class _Search:
         """Whether something was not tried for lack of time."""
         self._under_way = ""
         """What is being measured."""
+        self._last_failure = ""
 
     def run(self) -> Found:
         """Take all steps; each can be the last."""
@@ -99,6 +104,7 @@ class _Search:
             nearest_miss=None if met else self._nearest(),
             entries=_with_kept_settings(self._entries, self._safe),
             ended=ended,
+            why_nothing="" if self._trials else self._last_failure,
         )
 
     def _search(self) -> None:
@@ -174,10 +180,13 @@ class _Search:
         )
         seen: set[str] = set()
         scored: list[tuple[float, Candidate]] = []
-        repeats = 0
+        repeats = failures = 0
         while len(seen) < self._question.most_trials and repeats < _MOST_REPEATS:
             if not self._has_room("alone", "paired", "paired"):
                 self._note("setting", "further settings", kept=False, reason="no time left to try and confirm them")
+                break
+            if failures == _MOST_FAILURES and not self._trials:
+                self._note("setting", "further settings", kept=False, reason="no server has started so far")
                 break
             changed = arguments_of(trials.ask())
             candidate = start.having(changed) if changed else start
@@ -196,6 +205,8 @@ class _Search:
             score = self._scored(candidate, trials)
             if score is not None:
                 scored.append((score, candidate))
+            else:
+                failures += 1
         if not scored:
             return None
         best = (max if self._goal.higher_is_better else min)(scored, key=lambda each: each[0])[1]
@@ -343,6 +354,7 @@ class _Search:
         self._under_way = text
         outcome = self._journal.measured(kind, what, measure)
         self._under_way = ""
+        self._last_failure = outcome.failed or self._last_failure
         return outcome
 
 

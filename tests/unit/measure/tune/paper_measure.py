@@ -32,6 +32,8 @@ class PaperMeasure:
     """Passes that change answers."""
     dead: frozenset[str] = frozenset()
     """Passes with which the server dies."""
+    all_dead: bool = False
+    """No server starts."""
     stop_after: int | None = None
     """Measurements before Ctrl-C."""
     asked: list[str] = field(default_factory=list)
@@ -58,14 +60,14 @@ class PaperMeasure:
 
     def paired(self, ours: Candidate, theirs: Candidate) -> Outcome:
         self._take("paired", f"{self.identity(ours)} {self.identity(theirs)}", self.seconds)
-        if (self.on(ours) | self.on(theirs)) & self.dead:
+        if self.all_dead or (self.on(ours) | self.on(theirs)) & self.dead:
             return Outcome(seconds=self.seconds, failed="the server has ended")
         first, second = self._scores(ours, "pair"), self._scores(theirs, "pair")
         return Outcome(seconds=self.seconds, ours=Trial(scores=first), theirs=Trial(scores=second))
 
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
         self._take("alone", self.identity(candidate), self.seconds / 2)
-        if self.on(candidate) & self.dead:
+        if self.all_dead or self.on(candidate) & self.dead:
             return Outcome(seconds=self.seconds / 2, failed="the server has ended")
         scores = self._scores(candidate, "alone")
         for count in range(1, len(scores)):

@@ -132,6 +132,15 @@ def test_a_server_that_dies_leaves_stock_vllm() -> None:
     assert "ended" in entry(found, "plan", "the plan").reason
 
 
+def test_servers_that_never_start_are_given_up_soon_and_said() -> None:
+    world = PaperMeasure(passes={"a": 1.2}, all_dead=True)
+    found = found_by(world, settings=SETTINGS)
+    assert found.candidate == STOCK
+    assert found.why_nothing
+    assert len(world.asked) < 6
+    assert not found_by(PaperMeasure(passes={"a": 1.2}), settings=SETTINGS).why_nothing
+
+
 def test_without_time_for_a_second_measurement_the_first_verdict_decides() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5, "more": 1.2}), budget_s=12)
     assert (found.candidate, found.ended) == (Candidate(), "budget")
