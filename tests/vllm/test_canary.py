@@ -123,7 +123,7 @@ def frozen(layer: Any, call: Any) -> Callable[[], None]:
     """A graph that reads what its inputs held when it was captured (vllm#52308)."""
     from moe_optimizer.vllm_plugin.experts import canary
 
-    inputs = dataclasses.replace(call, x=call.x.clone())
+    inputs = call._replace(x=call.x.clone())
     return lambda: canary.through_vllm(layer, inputs)
 
 
