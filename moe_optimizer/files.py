@@ -93,16 +93,12 @@ def make_private_folder(path: Path) -> None:
     """Make a folder with every folder above it that is missing, mode 0700; one that is there keeps its mode.
 
     Raises:
-        InputError: one is something else.
-        OSError: one cannot be created.
+        OSError: one cannot be created, or is something else.
     """
     # Path.mkdir gives the mode to the last one only: others could list a run folder made for the proofs below it.
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
-            try:
-                folder.mkdir(exist_ok=True, mode=0o700)
-            except FileExistsError:
-                raise InputError(f"{folder}: got a file, expected a folder", hint="name another folder") from None
+            folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

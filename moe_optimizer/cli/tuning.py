@@ -21,6 +21,7 @@ from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.claimed_folder import make_run_folder
 from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
@@ -66,7 +67,7 @@ class Tuning:
         with messages.held_messages(verbose=self._options.verbose):
             plans = CandidatePlans(self._options, self._lines)
             plan = plans.plan(Candidate())
-        make_private_folder(self._folder)
+        make_run_folder(self._folder)
         triton_s = 0.0
         if plan.num_gpus:
             triton_s = self._tuned_triton()

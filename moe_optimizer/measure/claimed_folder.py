@@ -13,6 +13,18 @@ from moe_optimizer.files import make_private_folder, read_text, write_atomically
 _DIGEST_BYTES = 64
 
 
+def make_run_folder(folder: Path) -> None:
+    """Make the folder of one run, or take one that is there.
+
+    Raises:
+        InputError: something that is no folder is there.
+    """
+    try:
+        make_private_folder(folder)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"--run-dir: got a file ({folder}), expected a folder", hint="name another folder") from None
+
+
 def claim_folder(folder: Path, question: Any, *, command: str) -> None:
     """Create the folder, or take one in which the same question was asked.
 
@@ -25,7 +37,7 @@ def claim_folder(folder: Path, question: Any, *, command: str) -> None:
         InputError: what another question measured is there, or the folder is a file.
     """
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
-    make_private_folder(folder)
+    make_run_folder(folder)
     mark = folder / f"{command}.digest"
     if not mark.exists():
         write_atomically(mark, digest + "\n")

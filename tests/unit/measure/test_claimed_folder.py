@@ -9,7 +9,7 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.side import Side
-from moe_optimizer.measure.claimed_folder import claim_folder
+from moe_optimizer.measure.claimed_folder import claim_folder, make_run_folder
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
@@ -39,3 +39,12 @@ def test_a_plan_with_other_arguments_or_decisions_serves_something_else() -> Non
     valued = PLAN.replace(decisions=(dataclasses.replace(first, value="another"), *others))
     assert served not in (Side(name="x", plan=longer).served, Side(name="x", plan=valued).served)
     assert Side(name="x", plan=None, url="http://127.0.0.1:1").served is None
+
+
+def test_a_file_in_its_place_is_refused(tmp_path):
+    place = tmp_path / "file"
+    place.write_text("")
+    with pytest.raises(InputError, match="expected a folder"):
+        make_run_folder(place)
+    with pytest.raises(InputError, match="expected a folder"):
+        claim_folder(place / "below", {}, command="bench")
