@@ -70,9 +70,12 @@ def test_what_breaks_the_contract_is_refused_after_a_call_that_did_not(
 
 
 def test_in_place_and_shifted_over_each_other_are_right_again(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weights, ids = tokens(3, 0)
+    # More than one pass of 2048 tokens: the first writes where the second has yet to read.
+    count = 2100
+    x, weights, ids = tokens(count, 0)
     want = fused_experts(x, *layer, weights, ids)
-    memory = torch.zeros(5, HIDDEN)
+    memory = torch.zeros(count + 1, HIDDEN)
     for shift in (0, 0, 1, 1):
-        memory[:3] = x
-        assert torch.equal(fused_experts(memory[:3], *layer, weights, ids, out=memory[shift : shift + 3]), want)
+        memory[:count] = x
+        out = memory[shift : shift + count]
+        assert torch.equal(fused_experts(memory[:count], *layer, weights, ids, out=out), want)
