@@ -362,7 +362,7 @@ def _with_kept_settings(entries: Sequence[Entry], found: Candidate) -> tuple[Ent
     """Return the ledger in which the settings that are in the answer are said to be kept."""
     return tuple(
         dataclasses.replace(each, kept=True, reason="the best of those tried")
-        if each.step == "setting" and each.what == str(found)
+        if each.step == "setting" and each.what == str(found) and each.score is not None
         else each
         for each in entries
     )

@@ -154,6 +154,16 @@ def test_a_server_that_dies_is_a_line_of_the_ledger(served: list[Slowness], tmp_
     assert ledger["entries"][0]["reason"] == "the server has ended"
 
 
+def test_servers_that_never_start_end_with_7_and_a_ledger(served: list[Slowness], tmp_path: Path) -> None:
+    def dies(plan: Plan) -> float:
+        raise ServerFailedError("the server has ended")
+
+    served.append(dies)
+    code, ledger = tune(tmp_path / "run")
+    assert code == ExitCode.SERVER_FAILED
+    assert not any(each["kept"] for each in ledger["entries"])
+
+
 def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
     served: list[Slowness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
