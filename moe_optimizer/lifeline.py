@@ -45,10 +45,17 @@ def watch_launcher() -> None:
 
 def _watch(pid: int, started_at: str) -> None:
     grace_s = 0.0  # without a launcher from the first, nothing can be in the middle of an answer
-    while _started_at(pid) == started_at:
+    while _still_runs(pid, started_at):
         grace_s = _GRACE_S
         time.sleep(_POLL_S)
     _end_the_server(grace_s)
+
+
+def _still_runs(pid: int, started_at: str) -> bool:
+    try:
+        return _started_at(pid) == started_at
+    except OSError:
+        return True  # a process without a free file descriptor cannot look; its launcher may live
 
 
 def _end_the_server(grace_s: float) -> None:
@@ -73,11 +80,15 @@ def _end_the_server(grace_s: float) -> None:
 
 
 def _started_at(pid: int) -> str:
-    """Return when a process was started, in clock ticks since boot: a later one of the same pid differs. "": gone."""
+    """Return when a process was started, in clock ticks since boot: a later one of the same pid differs. "": gone.
+
+    Raises:
+        OSError: it could not be found out.
+    """
     try:
         # The name before the last bracket may hold anything; then come the state and 18 fields before the start.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in "ZX" else fields[19]
 

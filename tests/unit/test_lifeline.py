@@ -13,12 +13,31 @@ import pytest
 from moe_optimizer import env, lifeline
 from tests.eventually import eventually, is_running
 
-# A server with a forked worker; both only watch.
+# A server with a forked worker; both only watch. One of them says the worker's pid, in one write: two that print mix.
 SERVER = """
 import os, time
 from moe_optimizer.autoload import register
 register()
-print(os.fork(), flush=True)
+worker = os.fork()
+if worker:
+    os.write(1, b"%d\\n" % worker)
+time.sleep(600)
+"""
+# One that has no free file descriptor for three seconds.
+FULL = """
+import os, resource, time
+from moe_optimizer.autoload import register
+register()
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+files = []
+try:
+    while True:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    time.sleep(3)
+for file in files:
+    os.close(file)
+os.write(1, b"free\\n")
 time.sleep(600)
 """
 
@@ -41,9 +60,9 @@ def environment(launcher: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPat
     return {**os.environ, env.LAUNCHER: watched}
 
 
-def start(environment: dict[str, str]) -> subprocess.Popen[str]:
+def start(environment: dict[str, str], program: str = SERVER) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
@@ -86,4 +105,20 @@ def test_a_process_of_another_machine_is_left_alone(environment: dict[str, str])
             server.wait(timeout=2)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def test_a_server_without_a_free_file_descriptor_runs_on_and_ends_with_its_launcher(
+    launcher: subprocess.Popen[bytes], environment: dict[str, str]
+) -> None:
+    server = start(environment, FULL)
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "free\n"
+        assert is_running(server.pid)
+        launcher.kill()
+        launcher.wait()
+        server.wait(timeout=30)
+    finally:
+        server.kill()
         server.wait()
