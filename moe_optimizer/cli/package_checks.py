@@ -17,6 +17,7 @@ OPTIONAL = {
     "vllm-router": (("vllm_router",), "disaggregation and replicas need it"),
     "nixl": (("nixl", "nixl_cu12", "nixl_cu13"), "disaggregation needs it on GPUs"),
     "deep_ep": (("deep_ep",), "dual_batch_overlap needs it"),
+    "arctic-inference": (("arctic_inference",), "speculation needs it for method suffix"),
     "lmcache": (("lmcache",), "kv_cache needs it for tiering_backend lmcache"),
     "transformer-engine": (("transformer_engine",), "fp8 needs it for quantizer transformer_engine"),
     "flashinfer-python": (("flashinfer",), "no pass needs it; vLLM uses it for attention on GPUs"),

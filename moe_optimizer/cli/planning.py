@@ -117,6 +117,7 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         InputError, UnsupportedError: a fact cannot be read, or vLLM has no such flag.
     """
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+    from moe_optimizer.inspection.draft_model import read_draft
     from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.inspection.model_inspector import ModelInspector
     from moe_optimizer.inspection.software import read_software
@@ -165,6 +166,7 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         vllm_args=options.vllm_args,
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
+        draft=read_draft(profile.passes.speculation.model, origin=f"profile {profile.name}: passes.speculation.model"),
         expert_load=_read_expert_load(options, settings, profile),
         will_measure=settings["calibrate"] > 0 and not settings.disabled,
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),

@@ -81,6 +81,10 @@ class MemoryRequest:
     """Further replicas of experts in each layer, all devices together; None: vLLM's load balancer (EPLB) is off."""
     pipeline_stages: int = 1
     """Groups of `num_devices` that hold successive layers (pipeline parallel size)."""
+    draft_weight_bytes: int = 0
+    """Weights of what drafts tokens, all devices together."""
+    draft_kv_bytes_per_token: int = 0
+    """Its cache, as `ModelSpec.kv_bytes_per_token`."""
     kernel_tokens: int = 0
     """Tokens of the largest forward that our CUDA kernels compute, whose buffers lie beside vLLM's own."""
     cuda_graphs: bool = True
@@ -113,7 +117,8 @@ def sequence_kv_bytes(request: MemoryRequest, tokens: int) -> int:
 def kv_bytes_per_token(request: MemoryRequest) -> float:
     """Return the cache bytes of one token on one device, all layers together."""
     share = kv_head_share(request.model, request.num_devices) * _stage_share(request)
-    return request.model.kv_bytes_per_token * request.kv_bits / 16 * share
+    both = request.model.kv_bytes_per_token + request.draft_kv_bytes_per_token
+    return both * request.kv_bits / 16 * share
 
 
 def activation_bytes(request: MemoryRequest) -> int:
@@ -183,6 +188,8 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
     # The first stage holds the embedding beside its layers, the last the head; each is counted on the fullest.
     vocabulary = parts.vocabulary / request.num_devices
     weights = math.ceil(vocabulary + (weights - vocabulary) * _stage_share(request))
+    # What drafts is split like the model, and lies on the last stage.
+    weights += math.ceil(request.draft_weight_bytes / request.num_devices)
     budget = math.floor(request.device_bytes * request.gpu_memory_utilization)
     activations = activation_bytes(request)
     workspace = workspace_bytes(request)

@@ -40,6 +40,8 @@ class Stored:
     weight_bytes: int
     expert_weight_bytes: int
     """The part of `weight_bytes` that is routed experts."""
+    mtp_weight_bytes: int | None = None
+    """Multi-token-prediction layers, which are in no other figure; None: a description does not know."""
     warnings: tuple[str, ...] = ()
 
 
@@ -58,6 +60,10 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, described: Stored, *,
     """
     num_layers = len(decoder.layers)
     served = [tensor for tensor in tensors if not _is_extra(tensor.name, num_layers)]
+    described = replace(
+        described,
+        mtp_weight_bytes=sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in served),
+    )
     _check_experts(served, decoder)
     language = [tensor for tensor in served if not _TOWER.search(tensor.name)]
     counted = [tensor for tensor in language if not _NOT_WEIGHTS.search(tensor.name)]
@@ -77,7 +83,8 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, described: Stored, *,
         f"the weight files hold {params} parameters of the language model, config.json describes {total}; "
         "the files count"
     )
-    return Stored(
+    return replace(
+        described,
         total_params=params + towers,
         weight_bytes=sum(tensor.num_bytes for tensor in served),
         expert_weight_bytes=sum(tensor.num_bytes for tensor in served if _OF_EXPERTS.search(tensor.name)),

@@ -22,6 +22,8 @@ _LENGTHS = (
     "model_max_length",
 )
 MAX_POSITION = (*_LENGTHS, "max_position_embedding", "max_context", "n_ctx")
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Fields of vLLM's multi-token-prediction models."""
 _ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE scaling whose stated length includes the factor."""
 
@@ -97,6 +99,8 @@ def build_spec(
         state_bytes_per_sequence=2 * sum(mixer.state_elements for mixer in mixers),
         max_position=max_position,
         max_model_len=_longest_sequence(config, model_type, max_position),
+        mtp_layers=max(config.integer(name, 0) or 0 for name in _MTP_LAYERS),
+        mtp_weight_bytes=stored.mtp_weight_bytes,
         needs_remote_code=needs_remote_code,
         servable=servable[0],
         servable_reason=servable[1],

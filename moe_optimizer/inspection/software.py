@@ -11,7 +11,7 @@ from moe_optimizer.inspection import kernel_inventory, kernel_speeds, vllm_insta
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, user_folder
 from moe_optimizer.specs.software import SoftwareSpec
 
-OPTIONAL_PACKAGES = ("deep_ep", "lmcache", "transformer_engine")
+OPTIONAL_PACKAGES = ("arctic_inference", "deep_ep", "lmcache", "transformer_engine")
 """Modules that some passes need; `SoftwareSpec` has a field of each name."""
 
 _KERNEL_WORDS = ("MOE", "DEEP_GEMM", "BATCH_INVARIANT", "SGL_KERNEL")

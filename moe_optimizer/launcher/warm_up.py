@@ -26,6 +26,9 @@ _TOKEN_IDS = 200
 _LONGEST = 32_768
 """Chosen: of a long context; attention over a longer one uses the same kernels."""
 
+_REPEATED, _REPEATS = 4, 8
+"""Chosen: tokens of a pattern and how often a prompt has it, so that an answer goes on with it."""
+
 AHEAD_S = 0.05
 """Until requests that are to be decoded beside a prompt have begun."""
 _POLL_S = 0.05
@@ -41,6 +44,8 @@ class Shapes:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    drafts: bool = False
+    """Whether steps check drafts, of which prompts that repeat themselves bring most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +126,10 @@ def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
     for batch in _batches(shapes.max_num_seqs):
         length = max(1, min(5, room))
         yield Request(what=f"{batch} requests at once", body=_body([prompts.of(length) for _ in range(batch)], 4))
+    if shapes.drafts and room >= _REPEATED * _REPEATS:
+        for batch in _batches(shapes.max_num_seqs):
+            repeated = [prompts.of(_REPEATED) * _REPEATS for _ in range(batch)]
+            yield Request(what=f"{batch} requests that repeat themselves", body=_body(repeated, 8))
     for settings in _SAMPLING:
         for batch in {1, min(3, shapes.max_num_seqs)}:
             body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 4), **settings}

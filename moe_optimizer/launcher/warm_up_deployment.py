@@ -33,6 +33,7 @@ def warm_up_deployment(
         max_num_seqs=steps.max_num_seqs,
         max_num_batched_tokens=steps.max_num_batched_tokens,
         max_model_len=deployment.servers[0].client.max_model_len(),
+        drafts=plan.decision("speculation").status is Status.ON,
     )
     clients = [service.client for service in services]
     return warm_up(clients, model, shapes, lambda: compilations(deployment), limit_s=limit_s, pause=pause, say=say)

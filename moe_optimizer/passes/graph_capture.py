@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan.pass_params import GraphCaptureParams
+from moe_optimizer.plan.pass_params import GraphCaptureParams, SpeculationParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -61,8 +61,10 @@ class GraphCapture(OptimizationPass):
             slower = "it starts sooner and computes more slowly: no record says by how much"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager, no_gain=slower)
         # Of a larger batch no more than these run at once.
-        batch = min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs)
-        default = min(2 * ctx.scheduler.max_num_seqs, _VLLM_CAP)
+        drafting = ctx.params(SpeculationParams)
+        each = 1 + (drafting.draft_tokens if drafting else 0)
+        batch = ctx.step_tokens(min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs))
+        default = min(2 * ctx.scheduler.max_num_seqs * each, _VLLM_CAP)
         asked = ctx.profile.passes.graph_capture.max_capture_size
         flag, size = _largest_given(ctx.pinned)
         fields: dict[str, Any] = {}
@@ -71,8 +73,10 @@ class GraphCapture(OptimizationPass):
         elif asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
             fields["vllm_args"] = ServeArguments(_FLAG, str(size))
-        elif batch <= default:
-            size, reason = default, f"vLLM's own capture sizes cover a batch of {batch}"
+        elif batch <= default or each > 1:
+            # Only vLLM knows which sizes fit the steps that check drafts: multiples of their tokens.
+            size = default // each * each
+            reason = f"vLLM's own capture sizes {'cover' if batch <= size else 'end before'} a batch of {batch}"
             fields["no_gain"] = "stock vLLM captures the same"
         else:
             size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
@@ -85,7 +89,8 @@ class GraphCapture(OptimizationPass):
             fields["rejected"] = {f"all {vllms} sizes": f"{vllms / len(sizes):.1f}x the time and memory of capturing"}
             fields["vllm_args"] = ServeArguments(_SIZES_FLAG, *map(str, sizes))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
-        warning = f"graph_capture: a batch of {batch} runs without a graph, they end at {captured}: {reason}"
+        unit = " tokens" if drafting else ""
+        warning = f"graph_capture: a batch of {batch}{unit} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
             ctx,
             Status.ON,

@@ -26,6 +26,7 @@ _PASSES = (
     ("expert_placement", "ExpertPlacement"),
     ("tuned_configs", "TunedConfigs"),
     ("dual_batch_overlap", "DualBatchOverlap"),
+    ("speculation", "Speculation"),
     ("scheduler", "Scheduler"),
     ("graph_capture", "GraphCapture"),
     ("kv_cache", "KvCache"),

@@ -109,7 +109,7 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
     pinned = ctx.pinned.count(_TOKENS_FLAG)
     if pinned is not None:
         return pinned, "tokens given after --", {}
-    least = max(sequences, _unread_prompt(ctx))
+    least = max(ctx.step_tokens(sequences), _unread_prompt(ctx))
     asked = ctx.profile.passes.scheduler.max_num_batched_tokens
     if asked is not None:
         return max(asked, least), f"tokens from {ctx.profile_origin}", {}

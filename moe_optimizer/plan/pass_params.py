@@ -130,6 +130,27 @@ class DualBatchOverlapParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """Drafts that one step checks together."""
+
+    method: str
+    """vLLM's name of it: "mtp", "eagle3", "draft_model", "ngram", "suffix"."""
+    draft_tokens: int
+    """Tokens that a step drafts for each request, at most."""
+    by_requests: tuple[tuple[int, int, int], ...] = ()
+    """(from, to, draft tokens) for so many running requests; (): always `draft_tokens`."""
+    weight_bytes: int = 0
+    """Of what drafts, as stored, all devices together."""
+    kv_bytes_per_token: int = 0
+    """Cache of one token for what drafts, as `ModelSpec.kv_bytes_per_token`."""
+
+    def step_tokens(self, requests: int) -> int:
+        """Return the most tokens of a step that decodes for up to `requests`, their drafts included."""
+        ranges = self.by_requests or ((1, requests, self.draft_tokens),)
+        return max(min(last, requests) * (1 + drafts) for first, last, drafts in ranges if first <= requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerParams:
     """The size of one step."""
 
@@ -174,6 +195,7 @@ PassParams = (
     | ExpertPlacementParams
     | TunedConfigsParams
     | DualBatchOverlapParams
+    | SpeculationParams
     | SchedulerParams
     | GraphCaptureParams
     | KvCacheParams
@@ -188,6 +210,7 @@ PARAMS_OF: Mapping[str, type[PassParams]] = {
     "expert_placement": ExpertPlacementParams,
     "tuned_configs": TunedConfigsParams,
     "dual_batch_overlap": DualBatchOverlapParams,
+    "speculation": SpeculationParams,
     "scheduler": SchedulerParams,
     "graph_capture": GraphCaptureParams,
     "kv_cache": KvCacheParams,

@@ -26,6 +26,7 @@ from moe_optimizer.plan.pass_params import (
     ReplicasParams,
     SchedulerParams,
     Sparsity24Params,
+    SpeculationParams,
 )
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
@@ -189,6 +190,11 @@ class PlanContext:
         """The size of one step."""
         return self.decided["scheduler"].params_as(SchedulerParams)
 
+    def step_tokens(self, requests: int) -> int:
+        """Return the most tokens of a step that decodes for up to `requests`: one of each, and the drafts it checks."""
+        drafting = self.params(SpeculationParams)
+        return drafting.step_tokens(requests) if drafting else requests
+
     @property
     def kv_cache(self) -> KvCacheParams:
         """The key/value cache, which the last pass decides."""
@@ -275,14 +281,17 @@ class PlanContext:
         )
 
     def split_terms(self) -> dict[str, Any]:
-        """Return what a MemoryRequest takes from parallelism and placement: which device holds what."""
+        """Return what a MemoryRequest takes from parallelism, placement and speculation: which device holds what."""
         split, placement = self.parallelism, self.params(ExpertPlacementParams)
+        drafting = self.params(SpeculationParams)
         return {
             "num_devices": split.tensor_parallel_size,
             "pipeline_stages": split.pipeline_parallel_size,
             "expert_parallel": split.expert_parallel,
             "data_parallel_size": split.data_parallel_size,
             "expert_copies": placement.num_redundant_experts if placement and placement.mode == "eplb" else None,
+            "draft_weight_bytes": drafting.weight_bytes if drafting else 0,
+            "draft_kv_bytes_per_token": drafting.kv_bytes_per_token if drafting else 0,
         }
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from moe_optimizer.layouts.search import Goal
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
+from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.expert_load import PlacementLoad
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec
@@ -71,6 +72,8 @@ class PlanRequest:
     """What FP8 changes in each layer, as measured; None: nothing was."""
     activation_norms: ActivationNormsFile | None = None
     """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
+    draft: DraftSpec | None = None
+    """The model that drafts tokens; None: none is named."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
     will_measure: bool = False

@@ -147,6 +147,23 @@ class DualBatchOverlapSection(PassSection):
     """DeepEP's kernels for few tokens a step (decode), or for many (prefill)."""
 
 
+class SpeculationSection(PassSection):
+    """Tokens that are drafted cheaply and checked together in one step."""
+
+    method: Literal["auto", "mtp", "eagle3", "draft", "ngram", "suffix"] = "auto"
+    """What drafts. mtp: the model's own further layers; eagle3, draft: the model named by `model`; ngram: what followed
+    the same words in the prompt; suffix: what followed them in earlier answers too. auto: `model` if it is given, else
+    the model's own layers, else ngram."""
+    model: str | None = Field(default=None, min_length=1)
+    """The drafting model: a hub id or a folder; null: none."""
+    draft_tokens: int | None = Field(default=None, ge=1, le=32)
+    """Tokens that a step drafts for each request, at most; null: chosen."""
+    acceptance: float | None = Field(default=None, gt=0, lt=1)
+    """Share of drafts that are accepted, given that all before them were, as measured on your own traffic
+    (`moe-optimizer bench` and `top` show it); null: not known, and nothing is predicted. With it the pass goes on where
+    the prediction wins, and the number of drafts follows the number of requests."""
+
+
 class Sparsity24Section(PassSection):
     """Experts pruned to two of four weights. Mode auto is off: no quality gate has allowed it."""
 
@@ -177,6 +194,7 @@ class Passes(Section):
     replicas: ReplicasSection = ReplicasSection()
     dual_batch_overlap: DualBatchOverlapSection = DualBatchOverlapSection()
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
+    speculation: SpeculationSection = SpeculationSection()
     scheduler: SchedulerSection = SchedulerSection()
 
 

@@ -122,6 +122,10 @@ class ModelSpec:
     max_model_len: int
     """Longest sequence vLLM accepts, in tokens: the stated length times the factor of RoPE scaling where that is
     not in it; 0 when the configuration states none."""
+    mtp_layers: int = 0
+    """Layers that draft the tokens after the next one (multi-token prediction), as the configuration states them."""
+    mtp_weight_bytes: int | None = None
+    """Bytes of those layers in the checkpoint; 0: it was saved without them. None: there are no headers to tell."""
     needs_remote_code: bool
     """vLLM loads this model only with code of the model's own (auto_map): it has no class for it, or neither vLLM nor
     transformers has one for its configuration."""

@@ -50,6 +50,8 @@ class SoftwareSpec:
 
     vllm: VllmInstallation | None
     kernels: KernelInventory
+    arctic_inference: bool = False
+    """Whether `import arctic_inference` would find a package."""
     deep_ep: bool = False
     """Whether `import deep_ep` would find a package."""
     lmcache: bool = False

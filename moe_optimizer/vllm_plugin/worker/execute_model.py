@@ -10,6 +10,7 @@ from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
 from moe_optimizer.vllm_plugin.worker.compilations import note_step
+from moe_optimizer.vllm_plugin.worker.drafts import note_drafts
 from moe_optimizer.vllm_plugin.worker.memory_found import prove_memory
 from moe_optimizer.vllm_plugin.worker.progress import count_step
 
@@ -21,6 +22,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         prove_memory(self)
         count_step()
         note_step(scheduler_output)
+        note_drafts(scheduler_output)
         counting = current_counting()
         if counting is None:
             return original(self, scheduler_output)

@@ -14,12 +14,13 @@ from typing import Any
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams
+from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams, SpeculationParams
 from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
 from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import await_capture, captures_graphs
+from moe_optimizer.vllm_plugin.worker.drafts import await_drafts, checks_drafts, draft_differences
 from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import fp8_in_memory
 
 logger = get_logger(__name__)
@@ -29,8 +30,10 @@ _SHOWN_OTHERWISE = (
     "--cudagraph-capture-sizes",
     "--quantization",
     "--quantization-config",
+    "--speculative-config",
 )
-"""Flags that are not compared with vLLM's configuration: the largest size is, and the weights themselves show FP8."""
+"""Flags whose words are not compared with vLLM's configuration: the largest size and what drafts are, and the weights
+themselves show FP8."""
 _SHOWN_VARIABLES = ("VLLM_USE_DEEP_GEMM_E8M0",)
 """Variables of vLLM that it may set by itself, and that change what is computed."""
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
@@ -98,6 +101,8 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
             session.applied(decision.pass_name, kernel="", isa="")
             if captures_graphs(decision):
                 await_capture(session, decision)
+            if checks_drafts(decision):
+                await_drafts(session, decision)
             # Under data parallelism a rank may get no request: it shows what is configured until one comes.
             if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
                 session.ran(decision.pass_name)
@@ -130,6 +135,8 @@ def differences(
         largest = config.compilation_config.max_cudagraph_capture_size or 0
         if largest < params.max_capture_size:
             found.append(f"CUDA graphs: vLLM captures up to {largest}, planned {params.max_capture_size}")
+    if isinstance(params, SpeculationParams):
+        found += draft_differences(params, config.speculative_config)
     if isinstance(params, KvCacheParams) and params.kv_bits == 8:
         wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
         if wide:

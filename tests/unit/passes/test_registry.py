@@ -29,6 +29,7 @@ def test_the_switches_are_those_of_the_command_line():
         "expert-placement": "expert_placement",
         "tuned-configs": "tuned_configs",
         "graph-capture": "graph_capture",
+        "speculation": "speculation",
         "scheduler": "scheduler",
         "kv-cache": "kv_cache",
         "kv-tiering": "kv_cache.tiering",
