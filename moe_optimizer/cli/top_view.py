@@ -45,6 +45,8 @@ def _block(server: ServerActivity, rates: Sequence[float], width: int) -> list[s
         lines += textwrap.wrap(kernels, width, initial_indent="  kernels   ", subsequent_indent=" " * 12)
     if now.compiled_after_ready is not None:
         lines.append(f"  compiled  {now.compiled_after_ready:>10,} after ready")
+    if now.drafts_per_step is not None and now.accepted_per_step is not None:
+        lines.append(f"  drafts    {now.accepted_per_step:>10.2f} accepted of {now.drafts_per_step:.2f} in a step")
     if now.worst_imbalance is not None:
         lines.append(f"  experts   {now.worst_imbalance:>10.2f} times the mean: busiest of layer {now.worst_layer}")
     if rates:

@@ -160,7 +160,7 @@ class SpeculationSection(PassSection):
     """Tokens that a step drafts for each request, at most; null: chosen."""
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     """Share of drafts that are accepted, given that all before them were, as measured on your own traffic
-    (`moe-optimizer bench` and `top` show it); null: not known, and nothing is predicted. With it the pass goes on where
+    (docs/passes/speculation.md says how); null: not known, and nothing is predicted. With it the pass goes on where
     the prediction wins, and the number of drafts follows the number of requests."""
 
 

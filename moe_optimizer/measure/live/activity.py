@@ -11,6 +11,8 @@ from moe_optimizer.measure.live.moment import RUNNING, Moment
 
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
 _PROMPT, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+_DRAFTED, _DRAFT_TOKENS = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 
 
@@ -42,6 +44,10 @@ class Activity:
     """Of the KV cache, 0 to 1; the mean over the engines of a server."""
     prefix_hit_share: float | None
     """Of the prompt tokens in the interval, found in the prefix cache; None without prompts."""
+    drafts_per_step: float | None
+    """Tokens that speculation drafted for a request in a step, on average; None without drafts."""
+    accepted_per_step: float | None
+    """Of those, how many the model kept."""
     preemptions: int
     passes: Mapping[str, str]
     """Pass -> state; empty without our plugin."""
@@ -86,7 +92,7 @@ def activity(before: Moment, after: Moment) -> Activity:
         now, then = after.total(name), before.total(name)
         return now - then if now >= then else now
 
-    queries = gained(_QUERIES)
+    queries, drafted = gained(_QUERIES), gained(_DRAFTED)
     worst = max(after.imbalance.items(), key=lambda each: each[1], default=(None, None))
     return Activity(
         model=after.model,
@@ -100,6 +106,8 @@ def activity(before: Moment, after: Moment) -> Activity:
         tpot=_times(before, after, TPOT),
         cache_share=after.total("vllm:kv_cache_usage_perc") / after.engines,
         prefix_hit_share=gained(_HITS) / queries if queries else None,
+        drafts_per_step=gained(_DRAFT_TOKENS) / drafted if drafted else None,
+        accepted_per_step=gained(_ACCEPTED) / drafted if drafted else None,
         preemptions=round(gained("vllm:num_preemptions_total")),
         passes=after.passes,
         kernels=after.kernels,

@@ -91,7 +91,8 @@ def shown(count: int) -> LiveActivity:
         model="organisation/a-model-with-a-long-name-30b-a3b-instruct", seconds=1.0, running=256, waiting=12_345,
         finished=99, prompt_tokens_per_s=1_234_567.0, output_tokens_per_s=43_210.0,
         ttft=Times(median_ms=152.3, p99_ms=43_000.1), tpot=Times(median_ms=None, p99_ms=None), cache_share=1.0,
-        prefix_hit_share=0.5, preemptions=3, passes={f"pass_{number}": "not_applied" for number in range(12)},
+        prefix_hit_share=0.5, drafts_per_step=3.0, accepted_per_step=1.25, preemptions=3,
+        passes={f"pass_{number}": "not_applied" for number in range(12)},
         kernels={f"{number}+ tokens, bf16": "grouped-bf16-n64" for number in (1, 5, 257)},
         compiled_after_ready=0, worst_layer=60, worst_imbalance=12.5,
     )  # fmt: skip

@@ -32,6 +32,9 @@ class Page:
             "prompt": Counter("vllm:prompt_tokens", "", names, registry=self.registry),
             "queries": Counter("vllm:prefix_cache_queries", "", names, registry=self.registry),
             "hits": Counter("vllm:prefix_cache_hits", "", names, registry=self.registry),
+            "drafted": Counter("vllm:spec_decode_num_drafts", "", names, registry=self.registry),
+            "drafts": Counter("vllm:spec_decode_num_draft_tokens", "", names, registry=self.registry),
+            "accepted": Counter("vllm:spec_decode_num_accepted_tokens", "", names, registry=self.registry),
             "ttft": Histogram("vllm:time_to_first_token_seconds", "", names, buckets=BOUNDS, registry=self.registry),
         }
         for engine in self.engines:
@@ -109,6 +112,19 @@ def test_prefix_hits_are_a_share_of_what_was_looked_up() -> None:
         page.of("hits").inc(20)
 
     assert between(page, work).prefix_hit_share == 0.25
+
+
+def test_drafts_and_accepted_ones_are_of_a_step_of_a_request() -> None:
+    page = Page()
+    assert between(page, lambda: None).drafts_per_step is None
+
+    def work() -> None:
+        page.of("drafted").inc(10)
+        page.of("drafts").inc(30)
+        page.of("accepted").inc(12)
+
+    seen = between(page, work)
+    assert (seen.drafts_per_step, seen.accepted_per_step) == (3.0, 1.2)
 
 
 @given(
