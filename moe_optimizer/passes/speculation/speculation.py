@@ -144,12 +144,12 @@ def _running(ctx: PlanContext) -> int:
 
 
 def _break_even(ctx: PlanContext, costs: StepCosts, drafts: int) -> tuple[str, ...]:
-    return tuple(
-        f"{requests} at once: a step with {drafts} drafts is predicted to take {ratio:.2f}x of a plain one, so that it "
-        f"pays from {ratio - 1:.2f} accepted drafts a step on"
-        for requests in _SHOWN_REQUESTS
-        if requests <= ctx.workload.batch_size
-        for ratio in (costs.ratio(requests, drafts),)
+    ratios = {count: costs.ratio(count, drafts) for count in _SHOWN_REQUESTS if count <= ctx.workload.batch_size}
+    times = " / ".join(f"{ratio:.2f}x" for ratio in ratios.values())
+    least = " / ".join(f"{ratio - 1:.2f}" for ratio in ratios.values())
+    return (
+        f"with {' / '.join(map(str, ratios))} requests a step with {drafts} drafts is predicted to take {times} of a "
+        f"plain one: it pays from {least} accepted drafts a step on",
     )
 
 
