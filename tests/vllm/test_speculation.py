@@ -15,6 +15,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from moe_optimizer.proof.record import read_proofs
 from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.vllm_plugin.worker.draft_sampling import expanded
 from tests.vllm.conftest import Served, tiny_plan
@@ -30,7 +31,7 @@ def speculating(serve_once: Callable[..., Served]) -> Served:
 
 def test_greedy_tokens_with_drafts_are_those_of_stock_vllm(stock_fp32: Served, speculating: Served) -> None:
     assert [answer.tokens for answer in speculating.answers] == [answer.tokens for answer in stock_fp32.answers]
-    (holder,) = model_holders(speculating.proofs)
+    (holder,) = model_holders(read_proofs(speculating.run_dir))
     entry = holder.passes["speculation"]
     assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
     assert "3 drafts" in entry.found
