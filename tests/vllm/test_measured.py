@@ -40,7 +40,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 from tests.free_ports import free_port
 from tests.vllm import wrong_kernels
-from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, plan_here
+from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
 pytestmark = pytest.mark.vllm
 
@@ -93,8 +93,9 @@ def quietly(share: float, text: str) -> None:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers, QualityResult]]:
     site, switch = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("switch") / "mistake"
     switch.write_text("")
-    # Python reads one file of this name: these servers do not fork, as a worker once hung in its first step that did.
-    shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
+    shutil.copy(wrong_kernels.__file__, site)
+    forked = (FORKED / "sitecustomize.py").read_text()  # Python reads one file of this name
+    (site / "sitecustomize.py").write_text(f"{forked}\nimport wrong_kernels\n")
     ours = plan_here("--enforce-eager", dtype="bfloat16", wishes=resolve_wishes(("flash-dmoe",), ()))
     arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
     stock = telling(Side(name=STOCK, plan=ours.replace(serve_args=arguments)), TOP)
