@@ -54,6 +54,8 @@ class Servers:
     base: QualityRequest
     switch: Path
     stock: Side
+    found: dict[str, QualityResult] = dataclasses.field(default_factory=dict)
+    """Mistake -> what was said of it."""
 
     @contextlib.contextmanager
     def mistaken(self, mistake: str) -> Iterator[None]:
@@ -65,12 +67,16 @@ class Servers:
             self.switch.write_text("")
 
     def judged(self, folder: Path, mistake: str) -> QualityResult:
-        """Compare the server, with a mistake, with what stock vLLM has answered."""
+        """Compare the server, with a mistake, with what stock vLLM has answered; each mistake once."""
+        if mistake in self.found:
+            return self.found[mistake]
         for name in ("tokens.json", "reference"):
             place = self.base.folder / name
             (shutil.copytree if place.is_dir() else shutil.copy)(place, folder / name)
         with self.mistaken(mistake):
-            return run_quality(dataclasses.replace(self.base, folder=folder), on_step=quietly)
+            found = run_quality(dataclasses.replace(self.base, folder=folder), on_step=quietly)
+        self.found[mistake] = found
+        return found
 
 
 def request_of(plan: Side, reference: Side, folder: Path, **fields: Any) -> QualityRequest:
