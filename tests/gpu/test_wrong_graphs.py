@@ -16,6 +16,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from tests.free_ports import free_port
 from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm import wrong_kernels
+from tests.vllm.conftest import FORKED
 from tests.vllm.test_measured import quietly, request_of
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +32,7 @@ def judged(folder: Path, mistake: str) -> QualityResult:
     site.mkdir()
     switch.write_text(mistake)
     shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
+    shutil.copy(FORKED / "after_import.py", site)
     ours = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
     arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
     stock = Side(name=STOCK, plan=ours.replace(serve_args=arguments))

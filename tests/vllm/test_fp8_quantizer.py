@@ -28,10 +28,13 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def deep_gemm() -> Any:
+def deep_gemm() -> Iterator[Any]:
+    """vLLM's module of it, whose functions would be compiled: that takes longer than all that is asked of them."""
+    import torch
     from vllm.utils import deep_gemm
 
-    return deep_gemm
+    with torch.compiler.set_stance("force_eager"):
+        yield deep_gemm
 
 
 @pytest.fixture

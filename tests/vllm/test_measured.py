@@ -40,7 +40,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 from tests.free_ports import free_port
 from tests.vllm import wrong_kernels
-from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, plan_here
+from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
 pytestmark = pytest.mark.vllm
 
@@ -54,6 +54,8 @@ class Servers:
     base: QualityRequest
     switch: Path
     stock: Side
+    found: dict[str, QualityResult] = dataclasses.field(default_factory=dict)
+    """Mistake -> what was said of it."""
 
     @contextlib.contextmanager
     def mistaken(self, mistake: str) -> Iterator[None]:
@@ -65,12 +67,16 @@ class Servers:
             self.switch.write_text("")
 
     def judged(self, folder: Path, mistake: str) -> QualityResult:
-        """Compare the server, with a mistake, with what stock vLLM has answered."""
+        """Compare the server, with a mistake, with what stock vLLM has answered; each mistake once."""
+        if mistake in self.found:
+            return self.found[mistake]
         for name in ("tokens.json", "reference"):
             place = self.base.folder / name
             (shutil.copytree if place.is_dir() else shutil.copy)(place, folder / name)
         with self.mistaken(mistake):
-            return run_quality(dataclasses.replace(self.base, folder=folder), on_step=quietly)
+            found = run_quality(dataclasses.replace(self.base, folder=folder), on_step=quietly)
+        self.found[mistake] = found
+        return found
 
 
 def request_of(plan: Side, reference: Side, folder: Path, **fields: Any) -> QualityRequest:
@@ -93,8 +99,9 @@ def quietly(share: float, text: str) -> None:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers, QualityResult]]:
     site, switch = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("switch") / "mistake"
     switch.write_text("")
-    # Python reads one file of this name: these servers do not fork, as a worker once hung in its first step that did.
-    shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
+    shutil.copy(wrong_kernels.__file__, site)
+    forked = (FORKED / "sitecustomize.py").read_text()  # Python reads one file of this name
+    (site / "sitecustomize.py").write_text(f"{forked}\nimport wrong_kernels\n")
     ours = plan_here("--enforce-eager", dtype="bfloat16", wishes=resolve_wishes(("flash-dmoe",), ()))
     arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
     stock = telling(Side(name=STOCK, plan=ours.replace(serve_args=arguments)), TOP)

@@ -1,4 +1,4 @@
-"""Makes our kernels wrong in a running server, as a file says; laid on the server's path as sitecustomize.
+"""Makes our kernels wrong in a running server, as a file says; imported as its Python starts.
 
 The file named by MOE_TEST_FAULT_FILE holds the name of a mistake, or nothing. It is read at every call, so that one
 server shows them all.
@@ -6,10 +6,7 @@ server shows them all.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,29 +18,6 @@ SLOW_S = 0.2
 """Longer by each call. A layer takes less than a millisecond, on a machine that does much else some tens."""
 _FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
 _captured: dict[tuple[str, int], Any] = {}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Replaces a kernel once its module is imported."""
-
-    def __init__(self, name: str, replace: Any) -> None:
-        self.name, self.replace = name, replace
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def executed(module: Any) -> None:
-            execute(module)
-            self.replace(module)
-
-        loader.exec_module = executed
-        return spec
 
 
 def _wrong_on_cpu(module: Any) -> None:
@@ -92,5 +66,7 @@ def _wrong_on_gpus(module: Any) -> None:
 
 
 if "MOE_TEST_FAULT_FILE" in os.environ:
-    sys.meta_path.insert(0, _AfterImport("moe_optimizer.ops.fused_experts", _wrong_on_cpu))
-    sys.meta_path.insert(0, _AfterImport("moe_optimizer.vllm_plugin.experts.cuda", _wrong_on_gpus))
+    import after_import  # of tests/vllm/forked
+
+    after_import.change("moe_optimizer.ops.fused_experts", _wrong_on_cpu)
+    after_import.change("moe_optimizer.vllm_plugin.experts.cuda", _wrong_on_gpus)

@@ -12,14 +12,24 @@ import multiprocessing.context
 import os
 import time
 
+import after_import
+
 # A quarter of the time that imports take goes into looking for garbage among what lives to the end.
 gc.set_threshold(200_000, 100, 100)
 # vLLM's processes look for each other's messages without a pause, for a second after the last: on a core that another
 # server of the tests could compute on.
 os.sched_yield = lambda: time.sleep(0.0005)
-
-# A quarter of the time that imports take goes into looking for garbage among what lives to the end.
-gc.set_threshold(200_000, 100, 100)
+# vLLM gives a worker its cores, all but one, by OpenMP's environment. A fork does not read that again: it has as many
+# threads as its parent, and on a busy machine each small operation would wait until all of them had a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _made = vars(multiprocessing.context)["_concrete_contexts"]
 _made["spawn"] = _made["fork"]
+
+
+def _look_here(registry):
+    # vLLM imports itself in a process of its own, so that looking at a model's class touches no GPU.
+    registry._run_in_subprocess = lambda look: look()
+
+
+after_import.change("vllm.model_executor.models.registry", _look_here)
