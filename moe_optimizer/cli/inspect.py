@@ -34,6 +34,7 @@ def render_model(spec: ModelSpec, *, width: int) -> str:
     rows += _expert_rows(spec) if spec.is_moe else [("kind", "dense")]
     rows += [
         ("layers", f"{spec.num_layers}, hidden size {spec.hidden_size}"),
+        *((("drafting", _drafting(spec)),) if spec.mtp_layers else ()),
         ("attention", _attention(spec)),
         ("parameters", f"{_scaled(spec.total_params)}, of which one token uses {_scaled(spec.active_params)}"),
         ("weights", f"{_scaled(spec.weight_bytes)}B, {_weights(spec)}"),
@@ -42,6 +43,15 @@ def render_model(spec: ModelSpec, *, width: int) -> str:
         ("servable", _servable(spec)),
     ]
     return messages.two_columns(rows, width=width)
+
+
+def _drafting(spec: ModelSpec) -> str:
+    layers = f"{spec.mtp_layers} layer{'s' * (spec.mtp_layers > 1)} for multi-token prediction"
+    if spec.mtp_weight_bytes is None:
+        return f"{layers}, not counted"
+    if not spec.mtp_weight_bytes:
+        return f"{layers}, which the weight files lack"
+    return f"{layers}, {_scaled(spec.mtp_weight_bytes)}B, not counted"
 
 
 def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:

@@ -99,7 +99,7 @@ def build_spec(
         state_bytes_per_sequence=2 * sum(mixer.state_elements for mixer in mixers),
         max_position=max_position,
         max_model_len=_longest_sequence(config, model_type, max_position),
-        mtp_layers=max(config.integer(name, 0) or 0 for name in _MTP_LAYERS),
+        mtp_layers=max(config.integer(name, 0) or 0 for name in _MTP_LAYERS) or int(bool(stored.mtp_weight_bytes)),
         mtp_weight_bytes=stored.mtp_weight_bytes,
         needs_remote_code=needs_remote_code,
         servable=servable[0],

@@ -123,7 +123,8 @@ class ModelSpec:
     """Longest sequence vLLM accepts, in tokens: the stated length times the factor of RoPE scaling where that is
     not in it; 0 when the configuration states none."""
     mtp_layers: int = 0
-    """Layers that draft the tokens after the next one (multi-token prediction), as the configuration states them."""
+    """Layers that draft the tokens after the next one (multi-token prediction), as the configuration states them; 1
+    where only the weight files show them."""
     mtp_weight_bytes: int | None = None
     """Bytes of those layers in the checkpoint; 0: it was saved without them. None: there are no headers to tell."""
     needs_remote_code: bool

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import SpeculationSection
 
 _VLLM_NAMES = {"draft": "draft_model"}
+_MTP_MODELS = (
+    "bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+    "glm_moe_dsa", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "pangu_ultra_moe", "qwen3_5_moe",
+    "qwen3_next", "step3p5",
+)  # fmt: skip
+"""Model types whose layers for multi-token prediction vLLM 0.32 drafts with, read from its SpeculativeConfig. It decides
+itself of others, where they are asked for."""
 _MOST = 8
 """Chosen: more drafts than that are rarely all accepted."""
 _DEFAULTS = {"ngram": 3, "suffix": 8, "eagle3": 3, "draft_model": 3}
@@ -23,7 +30,7 @@ def method_of(ctx: PlanContext) -> tuple[str, str]:
     draft, model = ctx.request.draft, ctx.model
     method = section.method
     if method == "auto":
-        has_own = model.mtp_layers > 0 and model.mtp_weight_bytes != 0
+        has_own = model.mtp_layers > 0 and model.mtp_weight_bytes != 0 and model.model_type in _MTP_MODELS
         method = draft.method if draft is not None else "mtp" if has_own else "ngram"
     why_not = ""
     if method in ("eagle3", "draft"):

@@ -123,6 +123,14 @@ def test_prediction_layers_and_stored_buffers_do_not_count(inspect_config: Inspe
     spec = inspect_config(CONFIG, {"model.safetensors": safetensors(more)})
     assert spec.total_params == inspect_config(CONFIG).total_params
     assert spec.warnings == ()
+    # What drafts is noted apart, also where the configuration does not speak of it.
+    assert (spec.mtp_layers, spec.mtp_weight_bytes) == (1, 150 * 2)
+
+
+def test_a_checkpoint_without_its_prediction_layers_is_noted(inspect_config: Inspect) -> None:
+    config = {**CONFIG, "num_nextn_predict_layers": 1}
+    spec = inspect_config(config, {"model.safetensors": safetensors(shapes())})
+    assert (spec.mtp_layers, spec.mtp_weight_bytes) == (1, 0)
 
 
 def test_packed_weights_do_not_confuse_the_count(inspect_config: Inspect) -> None:

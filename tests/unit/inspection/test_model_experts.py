@@ -77,6 +77,7 @@ def test_prediction_layers_are_left_out(load_config: Load, inspect_config: Inspe
     more = inspect_config({**config, "num_nextn_predict_layers": 3})
     assert more.total_params == inspect_config(config).total_params
     assert more.num_layers == 61
+    assert (more.mtp_layers, more.mtp_weight_bytes) == (3, None)
 
 
 def test_ungated_experts_have_two_matrices(load_config: Load, inspect_config: Inspect) -> None:

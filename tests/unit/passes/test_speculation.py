@@ -84,6 +84,12 @@ def test_a_models_own_layers_draft_where_the_files_hold_them():
     assert decision.params_as(SpeculationParams).weight_bytes == 12_000_000_000
 
 
+def test_layers_of_a_model_that_vllm_does_not_draft_with_are_only_taken_when_asked_for():
+    unknown = deepseek_v3(**MTP, model_type="another")
+    assert config(decide(unknown, gpus("h200", 8)))["method"] == "ngram"
+    assert config(decide(unknown, gpus("h200", 8), {"method": "mtp"}))["method"] == "mtp"
+
+
 def test_layers_that_the_files_lack_do_not_draft():
     without = deepseek_v3(mtp_layers=1, mtp_weight_bytes=0)
     assert config(decide(without, gpus("h200", 8)))["method"] == "ngram"
