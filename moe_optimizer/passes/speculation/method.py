@@ -16,7 +16,7 @@ _MTP_MODELS = (
     "glm_moe_dsa", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "pangu_ultra_moe", "qwen3_5_moe",
     "qwen3_next", "step3p5",
 )  # fmt: skip
-"""Model types whose layers for multi-token prediction vLLM 0.32 drafts with, read from its SpeculativeConfig. It decides
+"""Model types whose layers for multi-token prediction vLLM 0.32 drafts with, from its SpeculativeConfig. It decides
 itself of others, where they are asked for."""
 _MOST = 8
 """Chosen: more drafts than that are rarely all accepted."""
