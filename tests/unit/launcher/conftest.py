@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setattr(evidence, "PROOF_WAIT_S", 1.0)
     monkeypatch.setattr(supervisor, "NOTICE_S", 1.0)
 
-    def make(*behaviour: str, port: int | None = None) -> Plan:
+    def make(*behaviour: str, port: int | None = None, **changes: Any) -> Plan:
         port = port or free_port()
         command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
-        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS))
+        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, **changes))
 
     return make
