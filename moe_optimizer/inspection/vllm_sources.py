@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from moe_optimizer.errors import InputError, UnsupportedError
@@ -53,7 +53,7 @@ def unknown_flags(vllm_folder: Path, arguments: ServeArguments) -> tuple[str, ..
     A flag that is returned is certainly refused by vLLM; one that is not may still be. Returns nothing where the
     sources do not say it: they are not where they are expected, or a platform plugin may add flags of its own.
     """
-    words = {_plain(word) for word in _found(vllm_folder, _FLAG_SOURCES, _WORD)}
+    words = _plain_words(vllm_folder, _FLAG_SOURCES, _WORD)
     if not words or importlib.metadata.entry_points(group=_PLATFORM_PLUGINS):
         return ()
     # argparse takes any beginning of a flag.
@@ -72,12 +72,18 @@ def lacks_quantization(vllm_folder: Path, method: str) -> bool:
     False where the sources do not say it: they are not where they are expected, or another plugin may register more.
     """
     plugins = importlib.metadata.entry_points(group=_GENERAL_PLUGINS)
-    words = {_plain(word) for word in _found(vllm_folder, _METHOD_SOURCES, _METHOD)}
+    words = _plain_words(vllm_folder, _METHOD_SOURCES, _METHOD)
     others = [entry for entry in plugins if not entry.value.startswith(_KNOWN_PLUGINS)]
     return bool(words) and not others and _plain(method) not in words
 
 
-def _found(vllm_folder: Path, sources: Iterable[str], pattern: re.Pattern[str]) -> set[str]:
+@functools.cache
+def _plain_words(vllm_folder: Path, sources: tuple[str, ...], pattern: re.Pattern[str]) -> frozenset[str]:
+    """Return the words of the sources, which are read once: they stay what they are while a command runs."""
+    return frozenset(_plain(word) for word in _found(vllm_folder, sources, pattern))
+
+
+def _found(vllm_folder: Path, sources: tuple[str, ...], pattern: re.Pattern[str]) -> set[str]:
     paths = [path for source in sources for path in vllm_folder.glob(source) if path.is_file()]
     return {word for path in paths for word in pattern.findall(path.read_text(encoding="utf-8", errors="replace"))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from moe_optimizer.inspection.hardware_probe import load_hardware
@@ -10,6 +11,7 @@ from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
 
 
+@functools.cache  # frozen: one reading of the catalog is enough
 def gpus(name: str, count: int = 1) -> HardwareSpec:
     """Return a machine of the catalog with `count` GPUs."""
     return load_hardware(name, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,12 @@ def gpt_oss_120b() -> ModelSpec:
 def tiny_moe(**changes: Any) -> ModelSpec:
     """Return the bundled model as the inspector reads it, at a path that is the same on every machine."""
     facts = {"path": "/models/tiny-moe", "servable": True, "servable_reason": ""}
-    return dataclasses.replace(ModelInspector().inspect(_TINY_MOE), **(facts | changes))
+    return dataclasses.replace(_inspected_tiny_moe(), **(facts | changes))
+
+
+@functools.cache
+def _inspected_tiny_moe() -> ModelSpec:
+    return ModelInspector().inspect(_TINY_MOE)
 
 
 def dense_model() -> ModelSpec:

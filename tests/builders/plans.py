@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +13,16 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
-from moe_optimizer.profiles import load_profile
+from moe_optimizer.profiles import load_profile as _read_profile
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad, LoadFile, PlacementLoad
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 from tests.builders.machines import software
+
+# Profiles are frozen: one reading is enough.
+_shipped = functools.cache(_read_profile)
 
 
 def request(
@@ -29,7 +33,7 @@ def request(
         "model": model,
         "hardware": hardware,
         "software": software("cuda" if hardware.gpu else "cpu"),
-        "profile": load_profile(profile) if isinstance(profile, str) else profile,
+        "profile": _shipped(profile) if isinstance(profile, str) else profile,
     }
     if "vllm_args" in changes:
         changes["vllm_args"] = ServeArguments(*changes["vllm_args"])
@@ -38,7 +42,7 @@ def request(
 
 def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Profile:
     """Return a shipped profile with fields, and settings of passes, changed."""
-    data = load_profile(base).model_dump()
+    data = _shipped(base).model_dump()
     for name, settings in (passes or {}).items():
         data["passes"][name] |= settings
     return Profile.model_validate(data | changes)
@@ -85,7 +89,7 @@ def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = 
 
     `pinned` are the user's own arguments by their flags, see `pinned_arguments`.
     """
-    profile = profile or load_profile("balanced")
+    profile = profile or _shipped("balanced")
     if "pinned" in changes:
         changes["vllm_args"] = pinned_arguments(changes.pop("pinned")).words
     fields: dict[str, Any] = {

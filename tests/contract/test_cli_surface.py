@@ -238,8 +238,7 @@ def test_shell_completion_offers_the_commands(shell: str, tmp_path: Path, run_co
         "_MOE_OPTIMIZER_COMPLETE": f"complete_{shell}", "COMP_WORDS": "moe-optimizer ins", "COMP_CWORD": "1",
         "_TYPER_COMPLETE_ARGS": "moe-optimizer ins", "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }  # fmt: skip
-    program = ("-c", "import sys; from moe_optimizer.cli.main import main; sys.exit(main())")
-    finished = run_command([], program=program, cwd=tmp_path, env=environ)
+    finished = run_command([], program=("-m", "moe_optimizer"), cwd=tmp_path, env=environ, fresh=shell == "bash")
     assert finished.code == 0, finished
     assert "inspect" in finished.stdout
 
@@ -259,6 +258,5 @@ def test_shell_completion_offers_values(words: str, offered: str, tmp_path: Path
         "_MOE_OPTIMIZER_COMPLETE": "complete_bash", "COMP_WORDS": f"moe-optimizer {words}",
         "COMP_CWORD": str(len(words.split())),
     }  # fmt: skip
-    program = ("-c", "import sys; from moe_optimizer.cli.main import main; sys.exit(main())")
-    finished = run_command([], program=program, cwd=tmp_path, env=environ)
+    finished = run_command([], program=("-m", "moe_optimizer"), cwd=tmp_path, env=environ)
     assert finished.stdout.split() == [offered]

@@ -16,7 +16,7 @@ for code in sys.argv[1:]:
     pid = os.fork()
     if pid == 0:
         exec(code)
-        sys.exit()
+        os._exit(0)  # without taking torch apart
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, code
 """
 

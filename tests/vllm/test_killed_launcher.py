@@ -1,4 +1,4 @@
-"""vLLM's processes end with the launcher, also while they start. More moments: tests/unit/launcher/test_launch.py."""
+"""vLLM's processes end with the launcher, also while they start. More: tests/unit/launcher/test_launched_run.py."""
 
 from __future__ import annotations
 

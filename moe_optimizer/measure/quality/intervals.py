@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLES = 500
+_CHUNK = 1 << 17
+"""Counts of positions that are looked at together, 1 MiB: chosen, it stays in a cache."""
 
-Statistic = Callable[[NDArray[np.float64]], float]
+Statistic = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+"""Of P values, for each of R rows that say how often each value was drawn: [P], [R, P] -> [R]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +41,44 @@ def estimate(values: NDArray[np.float64], sequences: NDArray[np.int32], statisti
     """
     if not values.size:
         raise ValueError("no values")
-    whole = statistic(values)
+    whole = float(statistic(values, np.ones((1, values.size)))[0])
     if not np.isfinite(values).all():
         return Estimate(_finite(whole), None, None)
-    _, starts = np.unique(sequences, return_index=True)
-    groups = np.split(values, starts[1:])
-    generator = np.random.default_rng(0)
-    drawn = [
-        statistic(np.concatenate([groups[each] for each in generator.integers(len(groups), size=len(groups))]))
-        for _ in range(_RESAMPLES if len(groups) > 1 else 1)
-    ]
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    _, group = np.unique(sequences, return_inverse=True)
+    num_groups = int(group[-1]) + 1
+    resamples = _RESAMPLES if num_groups > 1 else 1
+    generator, drawn = np.random.default_rng(0), []
+    for rows in _chunks(resamples, _CHUNK // values.size):
+        places = generator.integers(num_groups, size=(rows, num_groups)) + num_groups * np.arange(rows)[:, None]
+        counts = np.bincount(places.ravel(), minlength=rows * num_groups).reshape(rows, num_groups)
+        drawn.append(statistic(values, counts.astype(float)[:, group]))
+    low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return Estimate(whole, float(low), float(high))
 
 
-def mean(values: NDArray[np.float64]) -> float:
+def mean(values: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean."""
-    return float(values.mean())
+    return counts @ values / counts.sum(axis=1)
 
 
-def exp_mean(values: NDArray[np.float64]) -> float:
+def exp_mean(values: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the exponential of the mean: of losses in nats the ratio of perplexities."""
-    return float(np.exp(values.mean()))
+    return np.exp(mean(values, counts))
 
 
-def p99(values: NDArray[np.float64]) -> float:
+def p99(values: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the 99th percentile: a value that occurs, the next above where it lies between two."""
-    return float(np.quantile(values, 0.99, method="higher"))
+    order = np.argsort(values)
+    up_to = counts[:, order].cumsum(axis=1)
+    place = np.ceil(0.99 * (up_to[:, -1:] - 1))
+    return values[order[(up_to > place).argmax(axis=1)]]
+
+
+def _chunks(total: int, most: int) -> Iterator[int]:
+    """Yield numbers of at most `most`, and at least 1, whose sum is `total`."""
+    while total > 0:
+        yield min(total, max(most, 1))
+        total -= max(most, 1)
 
 
 def _finite(value: float) -> float | None:

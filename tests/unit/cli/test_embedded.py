@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.cli import embedded
+from moe_optimizer.cli.main import main
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Status
@@ -21,6 +24,8 @@ from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import VllmInstallation
 from tests.builders import cpu_machine, gpus, request, tiny_moe
+from tests.eventually import eventually
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -79,22 +84,21 @@ def test_code_of_the_model_is_refused() -> None:
         embedded.with_engine(asked("embedded", trust_remote_code=True))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_answers_and_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        str(ROOT / "run_optimizer.py"),
-        "--model",
-        str(TINY_MOE),
-        "--engine",
-        "embedded",
-        "--json",
-    ]
-    more = ["--port", str(port), "--run-dir", str(tmp_path / "run"), "--max-model-len", "256"]
-    with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+def arguments(port: int, run_dir: Path) -> list[str]:
+    more = ["--port", str(port), "--run-dir", str(run_dir), "--max-model-len", "256"]
+    return ["--model", str(TINY_MOE), "--engine", "embedded", "--json", *more]
+
+
+def asked_for_four_tokens(base_url: str) -> int:
+    body = json.dumps({"prompt": "def f(", "max_tokens": 4, "temperature": 0}).encode()
+    asking = urllib.request.Request(f"{base_url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asking, timeout=60) as reply:
+        return json.load(reply)["usage"]["completion_tokens"]
+
+
+def test_serve_answers_and_ends_with_exit_code_0(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "run_optimizer.py"), *arguments(free_port(), tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             printed = ""
@@ -102,15 +106,35 @@ def test_serve_answers_and_ends_with_exit_code_0(number: signal.Signals, tmp_pat
                 line = server.stdout.readline()
                 assert line, server.stderr and server.stderr.read()
                 printed += line
-            ready = json.loads(printed)
-            body = json.dumps({"prompt": "def f(", "max_tokens": 4, "temperature": 0}).encode()
-            asking = urllib.request.Request(
-                f"{ready['base_url']}/v1/completions", body, {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(asking, timeout=60) as reply:
-                assert json.load(reply)["usage"]["completion_tokens"] == 4
-            server.send_signal(number)
+            assert asked_for_four_tokens(json.loads(printed)["base_url"]) == 4
+            server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0
         finally:
             server.kill()
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["engine"] == "embedded"
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_service_manager_ends_it_with_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM, in this process: it has imported the engine, which is most of what a start takes."""
+    port, answered = free_port(), []
+
+    def ask_and_end() -> None:
+        eventually(lambda: listens(port), "the engine does not listen")
+        try:
+            answered.append(asked_for_four_tokens(f"http://127.0.0.1:{port}"))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    client = threading.Thread(target=ask_and_end)
+    client.start()
+    assert main(["serve", *arguments(port, tmp_path / "run")]) == 0
+    client.join()
+    assert answered == [4]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert json.loads(capsys.readouterr().out)["run_dir"] == str(tmp_path / "run")

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, launch, supervisor, warm_up
+from moe_optimizer.launcher import launch, warm_up
 from moe_optimizer.launcher.warm_up import Shapes, requests_for
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import WARMING_FILE
-from tests.builders import OURS, cpu_machine, request, tiny_moe
-from tests.free_ports import free_port
 from tests.served_until import serve
+from tests.unit.launcher.stand_in import Fake
 
-ROOT = Path(__file__).resolve().parents[3]
-FAKE = ("-m", "moe_optimizer.supervised", "tests.unit.launcher.fake_server")
 SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    """Makes a plan of a stand-in with some behaviours."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
-    monkeypatch.setattr(evidence, "PROOF_WAIT_S", 1.0)
-    monkeypatch.setattr(supervisor, "NOTICE_S", 1.0)
+def fake(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Makes a plan of a stand-in with some behaviours, for four requests at once."""
     monkeypatch.setattr(warm_up, "PROOF_PAUSE_S", 0.1)
     monkeypatch.setattr(warm_up, "AHEAD_S", 0.0)
-
-    def make(*behaviour: str) -> Plan:
-        port = free_port()
-        command = [sys.executable, *FAKE, str(port), *behaviour]
-        monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
-        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, batch_size=4))
-
-    return make
+    return functools.partial(fake, batch_size=4)
 
 
 class Stopped(Exception):  # noqa: N818 - ends a server that is ready
@@ -61,7 +45,7 @@ def served(plan: Plan, run_dir: Path, limit_s: float) -> list[str]:
     return said
 
 
-def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Fake, tmp_path: Path) -> None:
     said = served(fake("compile"), tmp_path, 60.0)
     (result,) = [index for index, line in enumerate(said) if line.startswith("warmed up in")]
     (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
@@ -70,7 +54,7 @@ def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Callab
     assert any(line.startswith("warming up: round 2") for line in said), "the first round compiled something"
 
 
-def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Callable[..., Plan], tmp_path: Path) -> None:
+def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Fake, tmp_path: Path) -> None:
     served(fake("compile"), tmp_path, 60.0)
     lines = (tmp_path / "server.log").read_text().splitlines()
     assert lines.count("warming") > 20
@@ -78,9 +62,7 @@ def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Callable[.
     assert not (tmp_path / WARMING_FILE).exists()
 
 
-def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(
-    fake: Callable[..., Plan], tmp_path: Path
-) -> None:
+def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(fake: Fake, tmp_path: Path) -> None:
     begin = time.monotonic()
     said = served(fake("restless"), tmp_path, 3.0)
     (result,) = [line for line in said if line.startswith("warmed up in")]
@@ -88,18 +70,18 @@ def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(
     assert time.monotonic() - begin < 60
 
 
-def test_without_a_limit_nothing_is_asked(fake: Callable[..., Plan], tmp_path: Path) -> None:
+def test_without_a_limit_nothing_is_asked(fake: Fake, tmp_path: Path) -> None:
     said = served(fake("compile"), tmp_path, 0.0)
     assert not any("warm" in line for line in said)
     assert "warming" not in (tmp_path / "server.log").read_text()
 
 
-def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError):
         serve(fake("fragile"), run_dir=tmp_path, warm_up_s=60.0, echo=lambda _line: None)
 
 
-def test_a_marker_of_an_earlier_run_is_removed(fake: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_marker_of_an_earlier_run_is_removed(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / WARMING_FILE).touch()
     with launch.running(fake(), run_dir=tmp_path):
         assert not (tmp_path / WARMING_FILE).exists()

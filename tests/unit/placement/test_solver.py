@@ -77,7 +77,7 @@ def assert_as_even_as_default(placement, load, num_ranks, num_replicas, num_node
     assert (our_largest <= their_largest * (1 + 1e-12)).all(), f"{our_largest} against {their_largest}"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(), st.data())
 def test_valid_and_as_even_as_default_on_every_load_with_a_previous_placement_and_without(problem, data):
     load, *numbers = problem

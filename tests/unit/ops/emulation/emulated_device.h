@@ -160,7 +160,7 @@ inline void meet(::emulation::Barrier& barrier, int threads, const char* what) {
     ::emulation::made_progress();
     return;
   }
-  while (barrier.generation == generation) ::emulation::yield(what);
+  while (barrier.generation == generation) ::emulation::yield(what, {&barrier.generation, ~uint64_t{0}, generation});
 }
 inline void bar_sync() { meet(block().named[0], block_threads(), "bar_sync 0"); }
 inline void bar_warp_sync() { meet(block().warps[thread_index() / 32], 32, "bar_warp_sync"); }
@@ -279,7 +279,9 @@ inline void mbarrier_arrive_cluster(uint64_t* barrier, int rank) {
 }
 inline void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
   auto& state = mbarrier_state(block(), shared_offset(barrier));
-  while ((state.phase & 1u) == parity) ::emulation::yield(parity ? "an mbarrier (1)" : "an mbarrier (0)");
+  while ((state.phase & 1u) == parity) {
+    ::emulation::yield(parity ? "an mbarrier (1)" : "an mbarrier (0)", {&state.phase, 1, parity});
+  }
 }
 // Bytes may land before they are expected, if another block asked for them: the phase then still lacks the arrival that
 // comes with the expectation. Nothing may land in a phase that is not waited for.
@@ -441,32 +443,43 @@ inline void wgmma_commit_group() {
   fiber().open_wgmma.clear();
 }
 
-// Element k of row r of a tile: 2 bytes each in BF16, 1 in E4M3; 32 bytes per step either way.
-inline float tile_element(uint64_t descriptor, int row, int k, bool fp8) {
-  const uint32_t address = static_cast<uint32_t>(descriptor) * 16 + row * 128 + k * (fp8 ? 1 : 2);
-  const unsigned char* at = shared_at(swizzle(address));
-  if (fp8) return float_from_e4m3(*at);
-  uint16_t bits;
-  std::memcpy(&bits, at, 2);
-  return from_bf16_bits(bits);
+// Row r of a tile along one step of K: 32 bytes in two chunks, 16 elements of BF16 or 32 of E4M3.
+inline void read_tile_row(uint64_t descriptor, int row, bool fp8, float* elements) {
+  const uint32_t address = static_cast<uint32_t>(descriptor) * 16 + row * 128;
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    const unsigned char* at = shared_at(swizzle(address + 16 * chunk));
+    if (fp8) {
+      for (int i = 0; i < 16; ++i) *elements++ = float_from_e4m3(at[i]);
+    } else {
+      uint16_t bits[8];
+      std::memcpy(bits, at, 16);
+      for (int i = 0; i < 8; ++i) *elements++ = from_bf16_bits(bits[i]);
+    }
+  }
 }
 inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, warp = thread_index() / 32 % 4;
   const int depth = op.fp8 ? 32 : 16;
   if (op.a_in_registers) std::memcpy(exchange_of(lane), op.a_registers, 16);
   bar_warp_sync();
-  float a[2][32];
+  float a[2][32], b[2][32];
   for (int half = 0; half < 2; ++half) {
-    for (int k = 0; k < depth; ++k) {
-      a[half][k] = op.a_in_registers ? half_of(exchange_of(g * 4 + k % 8 / 2)[half + 2 * (k >= 8)], k % 2)
-                                     : tile_element(op.a, 16 * warp + g + 8 * half, k, op.fp8);
+    if (op.a_in_registers) {
+      for (int k = 0; k < depth; ++k) {
+        a[half][k] = half_of(exchange_of(g * 4 + k % 8 / 2)[half + 2 * (k >= 8)], k % 2);
+      }
+    } else {
+      read_tile_row(op.a, 16 * warp + g + 8 * half, op.fp8, a[half]);
     }
   }
-  for (int r = 0; r < op.columns / 2; ++r) {
-    const int column = r / 4 * 8 + 2 * t + r % 2;
-    float sum = op.accumulate ? op.d[r] : 0.0f;
-    for (int k = 0; k < depth; ++k) sum += a[r % 4 / 2][k] * tile_element(op.b, column, k, op.fp8);
-    op.d[r] = sum;
+  for (int first = 0; first < op.columns / 2; first += 4) {  // two columns of two rows each
+    for (int i = 0; i < 2; ++i) read_tile_row(op.b, first * 2 + 2 * t + i, op.fp8, b[i]);
+    float sums[4];
+    for (int r = 0; r < 4; ++r) sums[r] = op.accumulate ? op.d[first + r] : 0.0f;
+    for (int k = 0; k < depth; ++k) {
+      for (int r = 0; r < 4; ++r) sums[r] += a[r / 2][k] * b[r % 2][k];
+    }
+    std::memcpy(op.d + first, sums, sizeof(sums));
   }
   bar_warp_sync();
 }

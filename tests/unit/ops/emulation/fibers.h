@@ -70,6 +70,13 @@ struct Block {
   Barrier all_of_cluster;  // the first block's
 };
 
+// A fiber that waits for a number is not woken, which costs a hundred times as much as this look, before it changes.
+struct Unchanged {
+  const uint64_t* number = nullptr;
+  uint64_t mask = 0, value = 0;
+  bool holds() const { return number != nullptr && (*number & mask) == value; }
+};
+
 struct Fiber {
   ucontext_t first;  // where it starts
   jmp_buf context;
@@ -79,6 +86,7 @@ struct Fiber {
   int thread = 0;
   bool done = false;
   const char* waits_for = "start";
+  Unchanged until;
   std::vector<AsyncCopy> open_copies;
   std::vector<WgmmaOp> open_wgmma;
   std::vector<std::vector<WgmmaOp>> wgmma_groups;
@@ -124,9 +132,10 @@ inline void leave(Machine& m) {
   if (!_setjmp(m.current->context)) _longjmp(m.scheduler, 1);
 }
 
-inline void yield(const char* waits_for) {
+inline void yield(const char* waits_for, Unchanged until = {}) {
   Machine& m = *machine();
   m.current->waits_for = waits_for;
+  m.current->until = until;
   leave(m);
 }
 
@@ -141,12 +150,45 @@ inline void fail(const std::string& message) {
 }
 
 inline void fiber_main() {
-  Machine& m = *machine();
-  m.current->block->grid->kernel();
-  if (!m.current->open_copies.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
-  m.current->done = true;
-  made_progress();
-  leave(m);
+  for (;;) {  // one round for each launch that has it
+    Machine& m = *machine();
+    m.current->block->grid->kernel();
+    if (!m.current->open_copies.empty() || !m.current->wgmma_groups.empty())
+      fail("ends with asynchronous work pending");
+    m.current->done = true;
+    made_progress();
+    leave(m);
+  }
+}
+
+// Fibers that have ended their kernel, for the next launch: stacks and contexts are made by the system.
+inline std::vector<std::unique_ptr<Fiber>>& rested_fibers() {
+  static std::vector<std::unique_ptr<Fiber>> rested;
+  return rested;
+}
+
+inline std::unique_ptr<Fiber> make_fiber(Block* block, int thread) {
+  auto& rested = rested_fibers();
+  std::unique_ptr<Fiber> fiber;
+  if (rested.empty()) {
+    fiber = std::make_unique<Fiber>();
+    fiber->stack = static_cast<char*>(
+        mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    getcontext(&fiber->first);
+    fiber->first.uc_stack.ss_sp = fiber->stack;
+    fiber->first.uc_stack.ss_size = kStackBytes;
+    fiber->first.uc_link = nullptr;  // fiber_main does not return
+    makecontext(&fiber->first, fiber_main, 0);
+  } else {
+    fiber = std::move(rested.back());
+    rested.pop_back();
+    fiber->done = false;
+    fiber->waits_for = "start";
+    fiber->until = {};
+  }
+  fiber->block = block;
+  fiber->thread = thread;
+  return fiber;
 }
 
 inline void land_copies(Machine& m, bool all) {
@@ -186,17 +228,7 @@ inline void add_blocks(Machine& m, const Grid& grid) {
     block->warps.resize(grid.threads / 32);
     block->exchange.resize(static_cast<size_t>(grid.threads) * 8);
     for (int t = 0; t < grid.threads; ++t) {
-      auto fiber = std::make_unique<Fiber>();
-      fiber->block = block.get();
-      fiber->thread = t;
-      fiber->stack = static_cast<char*>(
-          mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-      getcontext(&fiber->first);
-      fiber->first.uc_stack.ss_sp = fiber->stack;
-      fiber->first.uc_stack.ss_size = kStackBytes;
-      fiber->first.uc_link = nullptr;  // fiber_main does not return
-      makecontext(&fiber->first, fiber_main, 0);
-      m.fibers.push_back(std::move(fiber));
+      m.fibers.push_back(make_fiber(block.get(), t));
     }
     m.blocks.push_back(std::move(block));
   }
@@ -221,7 +253,7 @@ inline std::string launch_together(const std::vector<Grid>& grids, uint64_t seed
     const bool backwards = m.random() % 2;
     for (size_t i = 0; i < ready.size() && m.failure.empty(); ++i) {
       const size_t at = (start + (backwards ? ready.size() - i : i)) % ready.size();
-      if (ready[at]->done) continue;
+      if (ready[at]->done || ready[at]->until.holds()) continue;
       resume(m, ready[at]);
     }
     land_copies(m, idle_rounds > 1);
@@ -234,7 +266,13 @@ inline std::string launch_together(const std::vector<Grid>& grids, uint64_t seed
     if (idle_rounds > 8 && m.in_flight.empty()) m.failure = waiting_list(m);
   }
   if (m.failure.empty() && !m.in_flight.empty()) m.failure = "the grid ended with copies in flight";
-  for (auto& fiber : m.fibers) munmap(fiber->stack, kStackBytes);
+  for (auto& fiber : m.fibers) {
+    if (m.failure.empty()) {
+      rested_fibers().push_back(std::move(fiber));
+    } else {  // it may lie in the middle of its kernel
+      munmap(fiber->stack, kStackBytes);
+    }
+  }
   machine() = nullptr;
   return m.failure;
 }
