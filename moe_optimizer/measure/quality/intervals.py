@@ -45,7 +45,7 @@ def estimate(values: NDArray[np.float64], sequences: NDArray[np.int32], statisti
     if not np.isfinite(values).all():
         return Estimate(_finite(whole), None, None)
     _, group = np.unique(sequences, return_inverse=True)
-    num_groups = int(group[-1]) + 1
+    num_groups = int(group.max()) + 1
     resamples = _RESAMPLES if num_groups > 1 else 1
     generator, drawn = np.random.default_rng(0), []
     for rows in _chunks(resamples, _CHUNK // values.size):
