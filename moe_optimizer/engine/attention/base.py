@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.packed_batch import PackedBatch
 
 
 class AttentionBackend(Protocol):
@@ -16,9 +16,7 @@ class AttentionBackend(Protocol):
     capturable: bool
     """Whether a CUDA graph may hold its decodes: no choice of the host depends on the lengths."""
 
-    def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
         """Store the keys and values in the cache, and return the attention's output [T, H, d].
 
         cache_2BSKd[0] holds keys, [1] values. Query head h reads key/value head h // (H / K).

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.attention import Attention, QKNorm
 from moe_optimizer.engine.layers.linear import Embedding, Shard
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
+from moe_optimizer.engine.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,11 +42,11 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_TH: Tensor, residual_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
+        self, x_TH: Tensor, residual_TH: Tensor, rope: tuple[Tensor, Tensor], batch: PackedBatch
     ) -> tuple[Tensor, Tensor]:
         """Return what is to be added next, and the sum so far: the next norm adds them."""
         x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
-        x_TH = self.self_attn(x_TH, rope, context)
+        x_TH = self.self_attn(x_TH, rope, batch)
         x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
         return self.mlp(x_TH), residual_TH
 
@@ -60,11 +60,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
-    def forward(self, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        x_TH = self.embed_tokens(token_ids_T)
+    def forward(self, rope: tuple[Tensor, Tensor], batch: PackedBatch) -> Tensor:
+        x_TH = self.embed_tokens(batch.token_ids_T)
         residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
-            x_TH, residual_TH = layer(x_TH, residual_TH, rope, context)
+            x_TH, residual_TH = layer(x_TH, residual_TH, rope, batch)
         return self.norm.add(x_TH, residual_TH)[0]
 
 
@@ -100,9 +100,9 @@ class CausalLM(nn.Module, ABC):
         sizes = (num_experts, self.config.hidden_size, intermediate_size)
         return MoE(sizes, top_k=self.config.num_experts_per_tok, renormalize=renormalize, ranks=self.ranks)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden state [T, H] of every token."""
-        return self.model(token_ids_T, self.rope(positions_T), context)
+        return self.model(self.rope(batch.positions_T), batch)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return the logits [T, V] of the tokens behind these."""
