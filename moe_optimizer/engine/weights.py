@@ -13,13 +13,12 @@ from torch import Tensor
 from moe_optimizer.engine.layers.linear import Layer
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.files import read_json
+from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 """auto and safetensors: safetensors only. pt: torch's .bin files. dummy: random weights, for measurements."""
 
-_MAX_INDEX_BYTES = 64 << 20
-"""Chosen: ten times the index of a model of 100,000 tensors."""
 _DUMMY_RANGE = 1e-2
 """Chosen: small enough that activations of a deep model stay finite."""
 
@@ -71,8 +70,7 @@ def _files(folder: Path, single: str) -> list[Path]:
     """Return the shards that the index names, or the one file."""
     index = folder / f"{single}.index.json"
     if index.exists():
-        held = read_json(index, max_bytes=_MAX_INDEX_BYTES)
-        named = held.get("weight_map") if isinstance(held, dict) else None
+        named = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(named, dict):
             raise InputError(f"{index}: got no weight_map, expected an object that names the file of each tensor")
         paths = [folder / Path(name).name for name in sorted(set(map(str, named.values())))]
