@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.choice import make_backend
+from moe_optimizer.engine.attention.backend import make_backend
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache

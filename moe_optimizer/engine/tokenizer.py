@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-
 def load_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a folder.
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.base import AttentionBackend
-from moe_optimizer.engine.attention.choice import make_backend
+from moe_optimizer.engine.attention.backend import AttentionBackend, make_backend
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.errors import UnsupportedError

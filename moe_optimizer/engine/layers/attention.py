@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_optimizer.engine.attention.base import AttentionBackend
+from moe_optimizer.engine.attention.backend import AttentionBackend
 from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
