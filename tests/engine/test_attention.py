@@ -33,7 +33,7 @@ HEADS = [(4, 2, 16), (6, 1, 24), (4, 4, 80), (3, 1, 32)]
 
 
 def make_backends() -> list[Any]:
-    return [pytest.param("sdpa"), pytest.param("triton", marks=NEEDS_TRITON)]
+    return [pytest.param("sdpa"), pytest.param("sdpa_padded"), pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def make_step(spans: list[tuple[int, int]], block_size: int) -> PackedBatch:

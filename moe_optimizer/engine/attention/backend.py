@@ -6,13 +6,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from moe_optimizer.engine.attention.padded_sdpa import PaddedSdpaAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.log import get_logger
 
 logger = get_logger(__name__)
-BackendName = Literal["auto", "flash", "triton", "sdpa"]
+BackendName = Literal["auto", "flash", "triton", "sdpa", "sdpa_padded"]
 _FLASH_BLOCK = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
 
@@ -40,6 +41,8 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     Raises:
         UnsupportedError: it was named, and cannot run here.
     """
+    if name == "sdpa_padded":
+        return PaddedSdpaAttention()
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaAttention()
     why_no_flash = _why_no_flash(device, block_size)

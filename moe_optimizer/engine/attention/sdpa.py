@@ -22,14 +22,24 @@ class SdpaAttention:
         for group in batch.decode_groups:
             out_GHd = self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
             out_THd.index_copy_(0, group.rows_G, out_GHd)
+        if batch.prefills:
+            parts = self.prefill(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
+            torch.cat(parts, out=out_THd[batch.num_decodes :])
+        return out_THd
+
+    def prefill(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch
+    ) -> list[Tensor]:
+        """Return the output of each prefill, whose keys and values are stored."""
+        parts = []
         for prefill, block_ids in zip(batch.prefills, batch.block_tables_SN[batch.num_decodes :], strict=True):
             rows = slice(prefill.begin, prefill.end)
             keys, values = k_TKd[rows], v_TKd[rows]
             if prefill.num_computed:
                 read_N = block_ids[: -(-prefill.length // batch.block_size)]
                 keys, values = cache_2BSKd.index_select(1, read_N).flatten(1, 2)[:, : prefill.length]
-            out_THd[rows] = _prefill(q_THd[rows], keys, values, prefill.num_computed)
-        return out_THd
+            parts.append(_prefill(q_THd[rows], keys, values, prefill.num_computed))
+        return parts
 
     def _decode(self, q_GHd: Tensor, cache_2BSKd: Tensor, group: DecodeGroup) -> Tensor:
         """One query per sequence. Query heads that share a key/value head are its rows, so nothing is repeated."""
