@@ -18,7 +18,7 @@ class PaddedSdpaAttention(SdpaAttention):
             return super().prefill(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
         lengths = [prefill.length for prefill in batch.prefills]
         tensors = [each[batch.num_decodes :].split(lengths) for each in (q_THd, k_TKd, v_TKd)]
-        padded = [pad_sequence(list(each), batch_first=True).transpose(1, 2) for each in tensors]
+        q, k, v = (pad_sequence(list(each), batch_first=True).transpose(1, 2) for each in tensors)
         # Padding is behind every token of its prompt, so none attends to it.
-        out_PHLd = scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+        out_PHLd = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return [out_HLd[:, :length].transpose(0, 1) for out_HLd, length in zip(out_PHLd, lengths, strict=True)]

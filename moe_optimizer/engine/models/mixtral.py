@@ -10,8 +10,8 @@ from moe_optimizer.engine.models.decoder import CausalLM
 class MixtralForCausalLM(CausalLM):
     """`model_type` mixtral."""
 
-    expert_matrices: ClassVar = {"w1": "gate", "w3": "up", "w2": "down"}
-    renamed: ClassVar = {".block_sparse_moe.": ".mlp."}
+    expert_names = ("w1", "w3", "w2")
+    renamed: ClassVar = {".mlp.": ".block_sparse_moe."}
 
     def mlp(self, layer: int) -> nn.Module:
         return self.moe(self.config.num_local_experts, self.config.intermediate_size, renormalize=True)
