@@ -6,8 +6,8 @@ Legend: T tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,8 @@ class CausalLM(nn.Module, ABC):
 
     expert_names: Names = ("gate_proj", "up_proj", "down_proj")
     """What a checkpoint calls the matrices of an expert."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Parts of the names here, and what a checkpoint calls them."""
+    mlp_name = "mlp"
+    """What a checkpoint calls the feed-forward part of a layer."""
     qk_norm: QKNorm = "none"
 
     def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
@@ -90,10 +90,8 @@ class CausalLM(nn.Module, ABC):
         """Return the feed-forward part of a layer: `MLP` or `moe`."""
 
     def moe(self, num_experts: int, intermediate_size: int, *, renormalize: bool) -> MoE:
-        sizes = (num_experts, self.config.hidden_size, intermediate_size)
-        return MoE(
-            sizes, self.expert_names, top_k=self.config.num_experts_per_tok, renormalize=renormalize, ranks=self.ranks
-        )
+        sizes, top_k = (num_experts, self.config.hidden_size, intermediate_size), self.config.num_experts_per_tok
+        return MoE(sizes, self.expert_names, top_k=top_k, renormalize=renormalize, ranks=self.ranks)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden state [T, H] of every token."""
@@ -110,6 +108,4 @@ class CausalLM(nn.Module, ABC):
         """Yield what a checkpoint calls its tensors, and where they go."""
         for module, layer in self.named_modules():
             for name, place in layer.places(module) if isinstance(layer, Layer) else ():
-                for ours, theirs in self.renamed.items():
-                    name = name.replace(ours, theirs)
-                yield name, place
+                yield name.replace(".mlp.", f".{self.mlp_name}."), place
