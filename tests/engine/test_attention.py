@@ -174,6 +174,23 @@ def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
         make_backend("flash", torch.device("cpu"), 256)
 
 
+@pytest.mark.parametrize(
+    ("absent", "cost"),
+    [
+        pytest.param({"flash_attn"}, "FlashAttention would save", marks=NEEDS_TRITON),
+        ({"flash_attn", "triton"}, "without CUDA graphs"),
+    ],
+)
+def test_a_backend_that_is_missing_is_a_warning_with_what_it_costs(
+    absent: set[str], cost: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
+    with caplog.at_level("WARNING"):
+        make_backend("auto", torch.device("cuda"), 16)
+    assert cost in caplog.text
+
+
 def test_auto_on_a_cpu_is_sdpa() -> None:
     backend: AttentionBackend = make_backend("auto", torch.device("cpu"), 16)
     assert isinstance(backend, SdpaAttention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_optimizer.engine import LLMEngine
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
+from tests.engine.tiny_models import TINY_MOE
 
 
 class Compute:
@@ -99,6 +104,20 @@ def test_prompts_and_larger_batches_have_no_graph(compute: Compute) -> None:
     assert graphs.hidden(decodes(2, prefills=(Prefill(2, 5, 0),))) is None
     assert graphs.hidden(decodes(5)) is None
     assert Graph.replays == before
+
+
+def test_a_slow_start_names_what_makes_it_faster(
+    compute: Compute, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = LLMEngine(EngineArgs(model=str(TINY_MOE), dtype="float32", device="cpu", num_gpu_blocks_override=8))
+    assert isinstance(engine.executor, ModelRunner)
+    engine.executor.model = compute  # type: ignore[assignment]
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with caplog.at_level("WARNING"):
+        engine.executor._capture()
+    for word in ("60 s", "max_num_seqs", "enforce_eager=True", "compile_layers=False"):
+        assert word in caplog.text
 
 
 def test_what_cannot_be_captured_runs_without_graphs_and_says_so(
