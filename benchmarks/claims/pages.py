@@ -15,6 +15,7 @@ _QUALITY = ("2026-11-20_h200_fp8_quality", "2026-11-21_h200_fp8_quality_wide")
 _ABLATION = "2026-11-22_epyc_engine_ablation_tiny-moe"
 _THROUGHPUT = "2026-11-22_epyc_engine_throughput_tiny-moe"
 _STEP = "2026-11-22_epyc_engine_scheduler_step"
+_DECODE = "2026-11-23_epyc_engine_decode_bandwidth"
 _CHECKS = "2026-11-20_h200_checks"
 _DISAGGREGATION = "2026-11-20_epyc_disaggregation"
 _LOAD_CPU, _LOAD_GPU = "2026-11-20_epyc_expert_load", "2026-11-20_h200_expert_load"
@@ -23,6 +24,12 @@ _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _CLIENTS = ("1", "16", "128")
+
+
+def _decode_bandwidth(found: Any) -> list[float]:
+    """The share in percent, and in GB/s what the fastest step read and the highest bandwidth."""
+    read = found["bytes_of_a_step"] / found["fastest_step_s"] / 1e9
+    return [100 * found["share"]["best"], read, max(found["read_bandwidth_bytes_per_s"]) / 1e9]
 
 
 def _disaggregation(record: Any, label: str) -> list[float]:
@@ -234,6 +241,10 @@ CLAIMS = [
           lambda found: list(found["output_tokens_per_s"].values())),
     Claim("docs/engine.md", "{47} us of thread time", (_STEP,),
           lambda found: [statistics.median(found["median_us_of_turns"])]),
+    Claim("docs/engine.md", "{79} % of the read bandwidth ({18} of {23} GB/s)", (_DECODE,),
+          lambda found: _decode_bandwidth(found["results"]["qwen3-0.6b"])),
+    Claim("docs/engine.md", "{10} GB/s; its turns' own bandwidth was disturbed", (_DECODE,),
+          lambda found: _decode_bandwidth(found["results"]["qwen3-moe-0.3b"])[1:2]),
     Claim("docs/hardware.md", "{733,558} | {732,496}", ("2026-11-20_h200_memory_plan",),
           lambda found: [found["predicted"]["kv_tokens"], found["measured"]["kv_tokens"]]),
     Claim("docs/kernels.md", "T = 16, 64, 512 | {4.7} %", (_CHECKS,),

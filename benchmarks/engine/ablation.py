@@ -30,7 +30,7 @@ from benchmarks.record import cpu_name, cpu_slug, gpu_environment, head, host, p
 
 Outputs = list[list[int]]
 NAIVE = {
-    "fused_moe": False, "attention_backend": "sdpa", "enforce_eager": True, "compile_layers": False,
+    "fused_moe": False, "attention_backend": "sdpa_padded", "enforce_eager": True, "compile_layers": False,
     "enable_prefix_caching": False, "enable_chunked_prefill": False,
 }  # fmt: skip
 # Name, what it adds to the arguments of the engine, how requests are handed over, whether it may change rounding,
@@ -40,6 +40,7 @@ RUNGS: tuple[tuple[str, dict[str, Any], str, bool, bool], ...] = (
     ("kv_cache", {}, "one by one", False, False),
     ("static batches", {}, "batches", False, False),
     ("continuous_batching", {}, "together", False, False),
+    ("packed prefill", {"attention_backend": "sdpa"}, "together", False, False),
     ("chunked_prefill", {"enable_chunked_prefill": True}, "together", False, False),
     ("prefix_caching", {"enable_prefix_caching": True}, "together", False, False),
     ("fused_moe", {"fused_moe": True}, "together", True, False),
@@ -77,7 +78,7 @@ def main() -> None:
             print(f"{name:22}{'needs a GPU':>10}")
             continue
         arguments |= added
-        host_sampler = on_gpu and name in [rung[0] for rung in RUNGS[:8]]
+        host_sampler = on_gpu and name in [rung[0] for rung in RUNGS[:9]]
         rung = in_own_process(_climb, settings, arguments, how, host_sampler=host_sampler)
         first = first or rung
         rate, before = rung["tokens_per_s"], (rungs or [rung])[-1]["tokens_per_s"]

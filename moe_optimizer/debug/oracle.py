@@ -13,7 +13,6 @@ import torch
 
 from moe_optimizer.engine import LLM
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.errors import InputError
 
@@ -105,9 +104,8 @@ def logprobs_behind(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     engine.add_request("oracle", token_ids, SamplingParams(max_tokens=1))
     try:
         with torch.inference_mode():
-            batch = PackedBatch.of(engine.scheduler.schedule(), runner.block_size)
-            token_ids_T, positions, context, _ = runner.prepare(batch)
-            return runner.model.logits(runner.model(token_ids_T, positions, context)).float().log_softmax(-1)
+            batch = runner.prepare(engine.scheduler.schedule()).to(runner.config.device)
+            return runner.model.logits(runner.model(batch)).float().log_softmax(-1)
     finally:
         engine.abort_request("oracle")
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_optimizer.engine import LLMEngine
-from moe_optimizer.engine.attention.context import AttentionContext, Prefill
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.layers.rope import rotate as rotate_ours
 from moe_optimizer.engine.models.decoder import DecoderLayer
+from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.errors import InputError
 
 BOUND = 2.3e-5
@@ -191,7 +191,11 @@ def _attend(attention: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tens
     """Return the engine's attention of one prompt, through a cache of its own."""
     count, size = len(q_THd), attention.kv_cache.shape[2]
     num_blocks = -(-count // size)
-    context = AttentionContext(
+    batch = PackedBatch(
+        copies=[],
+        token_ids_T=torch.zeros(count, dtype=torch.int64),
+        positions_T=torch.arange(count),
+        sampled=torch.arange(count),
         slots_T=torch.arange(count),
         block_tables_SN=torch.arange(num_blocks, dtype=torch.int32)[None],
         context_lengths_S=torch.tensor([count]),
@@ -201,4 +205,4 @@ def _attend(attention: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tens
         block_size=size,
     )
     cache = torch.zeros(attention.kv_cache_shape(num_blocks, size))
-    return SdpaAttention().attend(q_THd, k_TKd, v_TKd, cache, context)
+    return SdpaAttention().attend(q_THd, k_TKd, v_TKd, cache, batch)

@@ -25,35 +25,23 @@ class QueueFullError(MoeOptimizerError):
 
 
 class OutputStream:
-    """The outputs of one reader's requests. Those that it has not taken are merged, so they take no memory."""
+    """The outputs of one reader's requests, at most two of each that it has not taken: `SequenceGroup.unread`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ready = asyncio.Event()
-        self._outputs: dict[str, RequestOutput | Exception] = {}
+        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
-    def put(self, request_id: str, output: RequestOutput | Exception) -> None:
+    def put(self, output: RequestOutput | Exception) -> None:
         """Add an output, from any thread; nobody is left to read it if the event loop is closed."""
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._put, request_id, output)
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     async def next(self) -> RequestOutput:
         """Return what is new of a request, as soon as there is something."""
-        while not self._outputs:
-            self._ready.clear()
-            await self._ready.wait()
-        output = self._outputs.pop(next(iter(self._outputs)))
+        output = await self._outputs.get()
         if isinstance(output, Exception):
             raise output
         return output
-
-    def _put(self, request_id: str, output: RequestOutput | Exception) -> None:
-        before = self._outputs.get(request_id)
-        if isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
-            before.add(output)
-        else:
-            self._outputs[request_id] = output
-        self._ready.set()
 
 
 class AsyncLLM:
@@ -87,6 +75,8 @@ class AsyncLLM:
                 positions[self.add_request(prompt, params, priority=priority, stream=stream)] = position
             while positions:
                 output = await stream.next()
+                if group := self.engine.groups.get(output.request_id):
+                    group.unread = False
                 position = positions.pop(output.request_id) if output.finished else positions[output.request_id]
                 yield position, output
         finally:
@@ -143,8 +133,8 @@ class AsyncLLM:
             _log.error("the engine has stopped", exc_info=True)
             failure = f"{type(error).__name__}: {error}; {getattr(error, 'hint', None) or 'its log is above'}"
         self._failure = ServerFailedError(f"the engine has stopped: {failure}")
-        for request_id, stream in list(self._streams.items()):
-            stream.put(request_id, self._failure)
+        for stream in list(self._streams.values()):
+            stream.put(self._failure)
 
     def _obey(self) -> bool:
         """Carry out what was asked for, and wait while there is nothing to compute; return False to stop."""
@@ -160,4 +150,6 @@ class AsyncLLM:
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is not None:
             stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
-            stream.put(output.request_id, output)
+            if not output.finished:
+                self.engine.groups[output.request_id].unread = True
+            stream.put(output)

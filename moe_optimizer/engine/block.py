@@ -1,14 +1,20 @@
-"""`Block` and `BlockTable`: a piece of KV cache, and the pieces that one sequence is held in."""
+"""`Block` and `BlockTable`: a piece of KV cache, and the pieces that one sequence is held in.
+
+Block numbers count on from the device to host memory, which holds the sequences that are swapped out.
+"""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
 
+Copies = list[tuple[int, int]]
+"""(from, to) block numbers."""
+
 
 @dataclass(slots=True)
 class Block:
-    """One block of the KV cache on the device."""
+    """One block of the KV cache."""
 
     block_id: int
     ref_count: int = 0
@@ -29,5 +35,3 @@ class BlockTable:
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     contents: list[bytes] = field(default_factory=list)
     """Hashes of its first blocks, as many as are full and computed."""
-    host_ids: list[int] = field(default_factory=list)
-    """Blocks in host memory, in place of `block_ids`, while the sequence is swapped out."""

@@ -5,9 +5,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_optimizer.engine.block import Block
+from moe_optimizer.engine.block import Block, Copies
 from moe_optimizer.engine.block_hash import block_hash
-from moe_optimizer.engine.scheduler_output import Copies
 from moe_optimizer.engine.sequence import Sequence
 
 
@@ -29,11 +28,14 @@ class BlockManager:
     """Let prompts find blocks of earlier ones."""
 
     def __post_init__(self) -> None:
-        self.blocks = [Block(number) for number in range(self.num_blocks)]
+        total = self.num_blocks + self.num_host_blocks
+        self.blocks = [Block(number) for number in range(total)]
+        self.copies: Copies = []
+        """To be made before the next step, in their order."""
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_content: dict[bytes, int] = {}
-        self._free_host = list(range(self.num_host_blocks - 1, -1, -1))
+        self._free_host = list(range(total - 1, self.num_blocks - 1, -1))
 
     @property
     def num_available(self) -> int:
@@ -77,16 +79,16 @@ class BlockManager:
             before = block_hash(before, sequence.token_ids[index * size : (index + 1) * size])
             table.contents.append(before)
             block = self.blocks[table.block_ids[index]]
-            if block.content is None and before not in self._by_content:
+            if block.content is None and before not in self._by_content and block.block_id < self.num_blocks:
                 block.content = before
                 self._by_content[before] = block.block_id
 
     # Holding and letting go
 
-    def make_room(self, sequence: Sequence, num_tokens: int, copies: Copies) -> bool:
+    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give the sequence blocks for `num_tokens` more than are computed; return whether there were enough.
 
-        A block that others read is not written to: it is replaced, and `copies` says what to copy before.
+        A block that others read is not written to: the sequence gets a copy of it.
         """
         table = sequence.block_table
         end = sequence.num_computed_tokens + num_tokens
@@ -97,7 +99,7 @@ class BlockManager:
             return False
         if shared:
             source, target = table.block_ids[written], self._take()
-            copies.append((source, target))
+            self.copies.append((source, target))
             table.block_ids[written] = target
             self._release(source)
         for _ in range(num_new):
@@ -117,34 +119,28 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take back every block, on the device and in host memory."""
-        table = sequence.block_table
         self._let_go(sequence)
-        self._free_host.extend(table.host_ids)
-        table.host_ids = []
         sequence.num_computed_tokens = 0
 
     # Swapping
 
-    def swap_out(self, sequence: Sequence, copies: Copies) -> bool:
-        """Move the sequence to host memory, the copies still to be made; return whether there was room."""
-        table = sequence.block_table
-        if len(table.block_ids) > len(self._free_host):
-            return False
-        table.host_ids = [self._free_host.pop() for _ in table.block_ids]
-        copies.extend(zip(table.block_ids, table.host_ids, strict=True))
-        self._let_go(sequence)
-        return True
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move the sequence to host memory; return whether there was room."""
+        return len(sequence.block_table.block_ids) <= len(self._free_host) and self._move(sequence, to_host=True)
 
-    def swap_in(self, sequence: Sequence, copies: Copies) -> bool:
+    def swap_in(self, sequence: Sequence) -> bool:
         """Move the sequence back to the device; return whether there was room, for its next token too."""
+        needed = max(len(sequence.block_table.block_ids), self.blocks_for(sequence.num_tokens))
+        return needed <= self.num_available and self._move(sequence, to_host=False)
+
+    def _move(self, sequence: Sequence, *, to_host: bool) -> bool:
         table = sequence.block_table
-        if max(len(table.host_ids), self.blocks_for(sequence.num_tokens)) > self.num_available:
-            return False
-        table.block_ids = array("i", [self._take() for _ in table.host_ids])
-        sequence.num_slots = len(table.block_ids) * self.block_size
-        copies.extend(zip(table.host_ids, table.block_ids, strict=True))
-        self._free_host.extend(table.host_ids)
-        table.host_ids = []
+        taken = array("i", [self._free_host.pop() if to_host else self._take() for _ in table.block_ids])
+        self.copies.extend(zip(table.block_ids, taken, strict=True))
+        self._let_go(sequence)
+        for block_id in taken:
+            self.blocks[block_id].ref_count = 1
+        table.block_ids, sequence.num_slots = taken, len(taken) * self.block_size
         return True
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -177,7 +173,7 @@ class BlockManager:
         block = self.blocks[block_id]
         block.ref_count -= 1
         if not block.ref_count and block.content is None:
-            self._free.append(block_id)
+            (self._free if block_id < self.num_blocks else self._free_host).append(block_id)
         elif not block.ref_count:
             self._cached[block_id] = None
 
@@ -187,11 +183,9 @@ class BlockManager:
         held = Counter(block_id for table in tables for block_id in table.block_ids)
         counts = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
         assert counts == held, f"reference counts {counts}, block tables hold {held}"
-        places = sorted([*self._free, *counts, *self._cached])
-        assert places == list(range(self.num_blocks)), (
-            f"free {len(self._free)} + used {len(counts)} + cached {len(self._cached)} != {self.num_blocks}"
+        free = [*self._free, *self._free_host]
+        assert sorted([*free, *counts, *self._cached]) == list(range(len(self.blocks))), (
+            f"free {len(free)} + used {len(counts)} + cached {len(self._cached)} != {len(self.blocks)}"
         )
-        host = sorted([*self._free_host, *(block_id for table in tables for block_id in table.host_ids)])
-        assert host == list(range(self.num_host_blocks)), f"host blocks {host} of {self.num_host_blocks}"
         found = {block.content: block.block_id for block in self.blocks if block.content is not None}
         assert found == self._by_content, "contents differ from the index"

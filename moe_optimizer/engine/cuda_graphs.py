@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
-Compute = Callable[[Tensor, Tensor, AttentionContext], Tensor]
-"""Token ids, positions and context to the last hidden state of every token."""
+Compute = Callable[[PackedBatch], Tensor]
+"""A batch to the last hidden state of every token."""
 _LARGEST = 512
 
 
@@ -69,9 +68,9 @@ class DecodeGraphs:
         captured = self._graphs[size]
         numbers_4S = np.zeros((4, size), np.int64)
         numbers_4S[2, count:] = -1
-        numbers_4S[:, :count] = batch.token_ids, batch.positions, batch.slots, batch.context_lengths
+        numbers_4S[:, :count] = batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lengths_S
         captured.numbers_4S.copy_(torch.from_numpy(numbers_4S))
-        self._tables_SN[:count, : batch.block_tables.shape[1]].copy_(torch.from_numpy(batch.block_tables))
+        self._tables_SN[:count, : batch.block_tables_SN.shape[1]].copy_(batch.block_tables_SN)
         captured.graph.replay()
         return captured.hidden_SH[:count]
 
@@ -79,25 +78,29 @@ class DecodeGraphs:
         numbers_4S = torch.zeros((4, size), dtype=torch.int64, device=self._tables_SN.device)
         numbers_4S[2] = -1
         token_ids, positions, slots, lengths = numbers_4S
-        context = AttentionContext(
+        batch = PackedBatch(
+            copies=[],
+            token_ids_T=token_ids,
+            positions_T=positions,
             slots_T=slots,
             block_tables_SN=self._tables_SN[:size],
             context_lengths_S=lengths,
             query_starts_S1=self._starts_S1[: size + 1],
+            sampled=self._starts_S1[:size],
             num_decodes=size,
             prefills=(),
             block_size=self._block_size,
         )
         # Twice outside: at the first call kernels are compiled and libraries make workspaces; the second raises at
         # what waits for the host, such as experts in plain torch, where a capture that fails leaves a broken stream.
-        self._compute(token_ids, positions, context)
+        self._compute(batch)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self._compute(token_ids, positions, context)
+            self._compute(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden_SH = self._compute(token_ids, positions, context)
+            hidden_SH = self._compute(batch)
         return _Graph(graph, numbers_4S, hidden_SH)

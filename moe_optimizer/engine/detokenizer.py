@@ -18,7 +18,7 @@ class Detokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._params = params
         self._longest_stop = max((len(text) for text in params.stop), default=1)
-        self._start(prompt_token_ids[-_NUM_BEFORE:])
+        self._stream = self._stream_behind(prompt_token_ids[-_NUM_BEFORE:])
 
     def append(self, token_id: int) -> str | None:
         """Add a token; return the stop string that it completes, at which the text now ends."""
@@ -37,12 +37,10 @@ class Detokenizer:
         new, self.num_shown = self.text[self.num_shown : end], end
         return new
 
-    def _start(self, before: list[int]) -> None:
+    def _stream_behind(self, token_ids: list[int]) -> Any:
         from tokenizers.decoders import DecodeStream
 
-        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-        for token_id in before:
-            self._step(token_id)
+        return DecodeStream(token_ids, self._params.skip_special_tokens)
 
     def _step(self, token_id: int) -> str:
         try:
@@ -51,5 +49,5 @@ class Detokenizer:
             if "Invalid prefix" not in str(error):
                 raise
             # A token that changes the text before it, in some byte-fallback vocabularies: begin again behind it.
-            self._start([])
+            self._stream = self._stream_behind([])
             return self._stream.step(self._backend, token_id) or ""

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 
 from moe_optimizer.engine.arguments import Arguments
-from moe_optimizer.engine.attention.choice import BackendName
+from moe_optimizer.engine.attention.backend import BackendName
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
 from moe_optimizer.log import get_logger

@@ -1,17 +1,17 @@
 """`KVCache`: the keys and values of all layers, in blocks, on the device and in host memory."""
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
+from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
-from moe_optimizer.engine.packed_batch import PackedBatch
-from moe_optimizer.engine.scheduler_output import Copies
 from moe_optimizer.errors import DoesNotFitError
 
 _GIB = 1 << 30
@@ -35,20 +35,21 @@ class KVCache:
     """One tensor [2, blocks, block size, KV heads, head dim] per layer, and its like in host memory."""
 
     def __init__(self, config: EngineConfig, model: CausalLM, size: CacheSize) -> None:
-        self.layers: list[Tensor] = []
-        self.host_layers: list[Tensor] = []
+        self._num_blocks = size.num_blocks
+        self._layers: list[tuple[Tensor, Tensor]] = []
         for attention in model.attention_layers():
             shape = attention.kv_cache_shape(size.num_blocks, config.args.block_size)
             attention.kv_cache = _zeros(shape, config.dtype, config.device)
-            self.layers.append(attention.kv_cache)
             host_shape = attention.kv_cache_shape(size.num_host_blocks, config.args.block_size)
-            self.host_layers.append(_zeros(host_shape, config.dtype, torch.device("cpu")))
+            self._layers.append((attention.kv_cache, _zeros(host_shape, config.dtype, torch.device("cpu"))))
 
-    def move(self, step: PackedBatch) -> None:
-        """Make a step's moves, in the order that the scheduler relies on."""
-        _copy_blocks(self.layers, self.host_layers, step.swap_out)
-        _copy_blocks(self.layers, self.layers, step.copies)
-        _copy_blocks(self.host_layers, self.layers, step.swap_in)
+    def copy(self, copies: Copies) -> None:
+        """Copy blocks, neighbours between the same two memories at once."""
+        for (source, target), pairs in groupby(copies, lambda pair: [number >= self._num_blocks for number in pair]):
+            froms, tos = torch.tensor(list(pairs)).T - torch.tensor([[source], [target]]) * self._num_blocks
+            for layer in self._layers:
+                moved = layer[source][:, froms.to(layer[source].device)]
+                layer[target][:, tos.to(layer[target].device)] = moved.to(layer[target].device)
 
 
 def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks: Ranks = ALONE) -> CacheSize:
@@ -87,14 +88,6 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch writes its zeros; those of numpy take no memory before they are used.
     return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def _copy_blocks(sources: list[Tensor], targets: list[Tensor], copies: Copies) -> None:
-    if not copies:
-        return
-    froms, tos = (torch.tensor(numbers) for numbers in zip(*copies, strict=True))
-    for source, target in zip(sources, targets, strict=True):
-        target[:, tos.to(target.device)] = source[:, froms.to(source.device)].to(target.device)
 
 
 def _free_bytes(config: EngineConfig, peak_bytes: int) -> int:

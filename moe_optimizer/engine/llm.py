@@ -41,17 +41,17 @@ class LLM:
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is computed then.
         """
-        several = _several(prompts)
+        listed = several(prompts)
         default = self.get_default_sampling_params()
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or default] * len(several)
-        priorities = [0] * len(several) if priority is None else priority
+            sampling_params = [sampling_params or default] * len(listed)
+        priorities = [0] * len(listed) if priority is None else priority
         for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
-            if len(values) != len(several):
-                raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(several)})")
+            if len(values) != len(listed):
+                raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(listed)})")
         groups = [
             self.llm_engine.make_group(str(next(self._ids)), prompt, each.model_copy(update=_FINAL_ONLY), number)
-            for prompt, each, number in zip(several, sampling_params, priorities, strict=True)
+            for prompt, each, number in zip(listed, sampling_params, priorities, strict=True)
         ]
         try:
             for group in groups:
@@ -72,14 +72,14 @@ class LLM:
         **template_arguments: Any,
     ) -> list[RequestOutput]:
         """Return the answers to one conversation, or to several, through the model's chat template."""
-        several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in several]
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return the likeliest outputs of each prompt, the best first."""
         generate = partial(self.generate, use_tqdm=False)
-        return beam_search(self.llm_engine, generate, _several(prompts), params)
+        return beam_search(self.llm_engine, generate, several(prompts), params)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers.
@@ -119,6 +119,7 @@ def default_sampling_params(engine: LLMEngine) -> SamplingParams:
     return SamplingParams(**found)
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as several."""
     one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))

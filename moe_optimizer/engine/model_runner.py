@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.choice import make_backend
-from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.attention.backend import make_backend
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
@@ -16,7 +15,7 @@ from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.engine.models.registry import model_class
 from moe_optimizer.engine.outputs import SampledToken
-from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
@@ -48,40 +47,58 @@ class ModelRunner:
 
     def execute(self, step: SchedulerOutput) -> list[SampledToken]:
         """Compute a step; return a token for each of `step.sampled`."""
-        logits_SV = self.compute(PackedBatch.of(step, self.block_size))
+        logits_SV = self.compute(self.prepare(step))
         with torch.inference_mode():
             return self.sampler.sample(logits_SV, step.sampled) if step.sampled else []
 
     @torch.inference_mode()
     def compute(self, batch: PackedBatch) -> Tensor:
         """Compute a step; return the logits [S, V] of the sampled tokens, in float32."""
-        self.kv_cache.move(batch)
-        if not len(batch.token_ids):
+        self.kv_cache.copy(batch.copies)
+        if not len(batch.token_ids_T):
             return torch.empty(0)
         hidden_SH = None if self.graphs is None else self.graphs.hidden(batch)
         if hidden_SH is None:
-            token_ids, positions, context, sampled = self.prepare(batch)
-            hidden_SH = self.model(token_ids, positions, context).index_select(0, sampled)
+            batch = batch.to(self.config.device)
+            hidden_SH = self.model(batch).index_select(0, batch.sampled)
         return self.model.logits(hidden_SH).float()
 
-    def prepare(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionContext, Tensor]:
-        """Return token ids, positions, where attention finds them, and which are sampled."""
-        starts = np.arange(len(batch.context_lengths) + 1)
-        starts[batch.num_decodes + 1 :] = [prefill.end for prefill in batch.prefills]
-        numbers = (batch.token_ids, batch.positions, batch.slots, batch.context_lengths, starts, batch.sampled)
-        # One copy to the device instead of six.
-        moved = torch.from_numpy(np.concatenate(numbers)).to(self.config.device)
-        token_ids, positions, slots, lengths, query_starts, sampled = moved.split([len(each) for each in numbers])
-        context = AttentionContext(
-            slots_T=slots,
-            block_tables_SN=torch.from_numpy(batch.block_tables).to(self.config.device),
-            context_lengths_S=lengths,
-            query_starts_S1=query_starts,
-            num_decodes=batch.num_decodes,
-            prefills=batch.prefills,
+    def prepare(self, step: SchedulerOutput) -> PackedBatch:
+        """Pack a step that the scheduler has made room for, in host memory."""
+        token_ids = [sequence.token_ids[-1] for sequence in step.decodes]
+        positions = [sequence.num_computed_tokens for sequence in step.decodes]
+        starts, sampled = list(range(len(positions) + 1)), list(range(len(positions)))
+        prefills: list[Prefill] = []
+        for sequence, count in step.prefills:
+            begin, computed = len(positions), sequence.num_computed_tokens
+            token_ids += sequence.token_ids[computed : computed + count]
+            positions += range(computed, computed + count)
+            prefills.append(Prefill(begin, begin + count, computed))
+            starts.append(begin + count)
+            if computed + count == sequence.num_tokens:
+                sampled.append(begin + count - 1)
+        sequences = step.decodes + [sequence for sequence, _ in step.prefills]
+        tables = [sequence.block_table.block_ids for sequence in sequences]
+        block_tables_SN = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(block_tables_SN, tables, strict=True):
+            row[: len(table)] = table
+        positions_T, starts_S1 = np.array(positions, np.int64), np.array(starts)
+        blocks_T = block_tables_SN[
+            np.repeat(np.arange(len(tables)), np.diff(starts_S1)), positions_T // self.block_size
+        ]
+        return PackedBatch(
+            copies=step.copies,
+            token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
+            positions_T=torch.from_numpy(positions_T),
+            slots_T=torch.from_numpy(blocks_T * np.int64(self.block_size) + positions_T % self.block_size),
+            block_tables_SN=torch.from_numpy(block_tables_SN),
+            context_lengths_S=torch.from_numpy(positions_T[starts_S1[1:] - 1] + 1),
+            query_starts_S1=torch.from_numpy(starts_S1),
+            sampled=torch.tensor(sampled, dtype=torch.int64),
+            num_decodes=len(step.decodes),
+            prefills=tuple(prefills),
             block_size=self.block_size,
         )
-        return token_ids, positions, context, sampled
 
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:

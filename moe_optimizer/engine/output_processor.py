@@ -30,7 +30,7 @@ class OutputProcessor:
         """Return what the request is to be told after a step; None if it is nothing."""
         params, sequences, finished = group.params, group.sequences, group.finished
         selecting = params.num_samples > params.n
-        if not finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting):
+        if not finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting or group.unread):
             return None
         if selecting:
             sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))

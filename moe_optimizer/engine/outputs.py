@@ -39,15 +39,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or token that ended it; None for an end-of-sequence token."""
 
-    def add(self, later: CompletionOutput) -> None:
-        """Append what came after this one."""
-        self.text += later.text
-        self.token_ids.extend(later.token_ids)
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *later.logprobs]
-        self.cumulative_logprob = later.cumulative_logprob
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -60,13 +51,3 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
-
-    def add(self, later: RequestOutput) -> None:
-        """Append a later output of the kind DELTA to this one."""
-        mine = {output.index: output for output in self.outputs}
-        for output in later.outputs:
-            if output.index in mine:
-                mine[output.index].add(output)
-            else:
-                self.outputs.append(output)
-        self.finished = later.finished

@@ -1,70 +1,92 @@
-"""`PackedBatch`: one step as numbers. Every process that computes the step is given the same one."""
+"""`PackedBatch`: one step as tensors, for the model and its attention. Every process that computes it gets the same.
+
+Legend: T tokens, S sequences, D decodes, G decodes of a group, L longest context, N most blocks of a sequence.
+The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from moe_optimizer.engine.attention.context import Prefill
-from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
+from moe_optimizer.engine.block import Copies
 
-Numbers = NDArray[np.int64]
+_MOST_PADDING = 1.25
+"""Chosen: a group costs some operations per layer, padding costs reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One sequence of which several tokens are computed: tokens [begin, end) of the step."""
+
+    begin: int
+    end: int
+    num_computed: int
+    """Its tokens before the step's: already in the KV cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that its last one attends to."""
+        return self.num_computed + self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes of similar length."""
+
+    rows_G: Tensor
+    """Their places in the step."""
+    block_tables_GN: Tensor
+    mask_G11L: Tensor
+    """True where a sequence has a token, up to the end of the group's last block."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """T tokens of S sequences: the decodes first, one token each, then the prefills, one behind the other."""
+    """What is copied before a step, the tokens it computes, and where attention finds them and what they attend to."""
 
-    token_ids: Numbers
-    positions: Numbers
-    slots: Numbers
-    """Where each token's key and value go: block * block size + place in the block."""
-    context_lengths: Numbers
-    """Of each sequence: the tokens that its last one attends to."""
-    block_tables: NDArray[np.int32]
-    """[S, N], padded with zeros."""
+    copies: Copies
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    """Where each token's key and value go: block * block size + place in the block; -1 for one that is padding."""
+    block_tables_SN: Tensor
+    """Blocks of each sequence; what lies behind its context may be any block."""
+    context_lengths_S: Tensor
+    """Tokens that the last token of each sequence attends to, the step's included; 0 for one that is padding."""
+    query_starts_S1: Tensor
+    """Where each sequence's tokens begin in the step, and the end of the last."""
+    sampled: Tensor
+    """The tokens whose logits are wanted."""
     num_decodes: int
     prefills: tuple[Prefill, ...]
-    sampled: Numbers
-    """The tokens whose logits are wanted."""
-    swap_out: Copies
-    copies: Copies
-    swap_in: Copies
+    block_size: int
 
-    @classmethod
-    def of(cls, step: SchedulerOutput, block_size: int) -> PackedBatch:
-        """Pack a step that the scheduler has made room for."""
-        token_ids = [sequence.token_ids[-1] for sequence in step.decodes]
-        positions = [sequence.num_computed_tokens for sequence in step.decodes]
-        lengths, sampled = [position + 1 for position in positions], list(range(len(positions)))
-        prefills: list[Prefill] = []
-        for sequence, count in step.prefills:
-            begin, computed = len(positions), sequence.num_computed_tokens
-            token_ids += sequence.token_ids[computed : computed + count]
-            positions += range(computed, computed + count)
-            prefills.append(Prefill(begin, begin + count, computed))
-            lengths.append(computed + count)
-            if computed + count == sequence.num_tokens:
-                sampled.append(begin + count - 1)
-        sequences = step.decodes + [sequence for sequence, _ in step.prefills]
-        tables = [sequence.block_table.block_ids for sequence in sequences]
-        block_tables = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, table in zip(block_tables, tables, strict=True):
-            row[: len(table)] = table
-        counts = [1] * len(step.decodes) + [count for _, count in step.prefills]
-        places, rows = np.array(positions, np.int64), np.repeat(np.arange(len(tables)), counts)
-        return cls(
-            token_ids=np.array(token_ids, np.int64),
-            positions=places,
-            slots=block_tables[rows, places // block_size] * np.int64(block_size) + places % block_size,
-            context_lengths=np.array(lengths, np.int64),
-            block_tables=block_tables,
-            num_decodes=len(step.decodes),
-            prefills=tuple(prefills),
-            sampled=np.array(sampled, np.int64),
-            swap_out=step.swap_out,
-            copies=step.copies,
-            swap_in=step.swap_in,
-        )
+    def to(self, device: torch.device) -> PackedBatch:
+        """Return the batch with its tensors on a device: one copy of all that are rows of numbers."""
+        rows = {name: each for name, each in vars(self).items() if isinstance(each, Tensor) and each.dim() == 1}
+        moved = torch.cat(list(rows.values())).to(device).split([len(each) for each in rows.values()])
+        tables = self.block_tables_SN.to(device)
+        return replace(self, block_tables_SN=tables, **dict(zip(rows, moved, strict=True)))
+
+    @cached_property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decodes by length: padded to the longest of a group, they read a quarter more than they have."""
+        order_D = self.context_lengths_S[: self.num_decodes].argsort()
+        num_blocks = [-(-length // self.block_size) for length in self.context_lengths_S[order_D].tolist()]
+        begins: list[int] = []
+        for place, number in enumerate(num_blocks):
+            if not begins or number > _MOST_PADDING * num_blocks[begins[-1]]:
+                begins.append(place)
+        return [
+            self._group(order_D[begin:end], num_blocks[end - 1]) for begin, end in pairwise([*begins, len(num_blocks)])
+        ]
+
+    def _group(self, rows_G: Tensor, num_blocks: int) -> DecodeGroup:
+        positions = torch.arange(num_blocks * self.block_size, device=rows_G.device)
+        mask = (positions < self.context_lengths_S[rows_G, None])[:, None, None, :]
+        return DecodeGroup(rows_G, self.block_tables_SN[rows_G, :num_blocks], mask)

@@ -87,6 +87,7 @@ class Scheduler:
         step.sampled = step.decodes + [
             sequence for sequence, n in step.prefills if sequence.num_computed_tokens + n == sequence.num_tokens
         ]
+        step.copies, self.blocks.copies = self.blocks.copies, []
         return step
 
     def commit(self, step: SchedulerOutput) -> None:
@@ -109,7 +110,7 @@ class Scheduler:
 
     def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
-        while not self.blocks.make_room(sequence, 1, step.copies):
+        while not self.blocks.make_room(sequence, 1):
             victim = self.running[-1]
             self._preempt(step, victim)
             if victim is sequence:
@@ -126,11 +127,11 @@ class Scheduler:
         """Let sequences in, in their order, while there are seats, blocks and budget."""
         while budget > 0 and len(self.running) < self.max_num_seqs and (waiting := self._next_waiting()):
             if waiting.status is Status.SWAPPED:
-                if not self.blocks.swap_in(waiting, step.swap_in):
+                if not self.blocks.swap_in(waiting):
                     return
                 self._run(heapq.heappop(self._waiting)[1])
                 continue
-            if not self._take_blocks(step, waiting):
+            if not self._take_blocks(waiting):
                 return
             count = waiting.num_tokens - waiting.num_computed_tokens
             if count > budget and not self.chunked_prefill:
@@ -142,7 +143,7 @@ class Scheduler:
                 waiting.group.num_cached_tokens = waiting.num_computed_tokens
             budget -= self._schedule_chunk(step, waiting, budget)
 
-    def _take_blocks(self, step: SchedulerOutput, sequence: Sequence) -> bool:
+    def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, so that its prompt is not cut off half-way."""
         reserved = self._num_reserved if self.running else 0
         if self.blocks.num_available <= reserved:
@@ -151,7 +152,7 @@ class Scheduler:
         count = sequence.num_tokens - sequence.num_computed_tokens
         room = self.blocks.num_available - reserved
         needed = self.blocks.blocks_for(sequence.num_tokens) - len(sequence.block_table.block_ids)
-        if needed <= room and self.blocks.make_room(sequence, count, step.copies):
+        if needed <= room and self.blocks.make_room(sequence, count):
             return True
         self.blocks.free(sequence)
         return False
@@ -172,7 +173,7 @@ class Scheduler:
         self.running.pop(bisect_left(self.running, sequence.order, key=_order))
         step.preempted.append(sequence)
         self.num_preemptions += 1
-        if self.swap and self.blocks.swap_out(sequence, step.swap_out):
+        if self.swap and self.blocks.swap_out(sequence):
             self.add(sequence, Status.SWAPPED)
         else:
             self.blocks.free(sequence)

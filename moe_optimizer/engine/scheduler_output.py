@@ -2,25 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.sequence import Sequence
-
-Copies = list[tuple[int, int]]
-"""(from, to) block numbers."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What is moved before the step, and what it computes.
+    """What is copied before the step, and what it computes."""
 
-    The moves are made in the order of the fields, before any token is computed.
-    """
-
-    swap_out: Copies = field(default_factory=list)
-    """(device block, host block)"""
     copies: Copies = field(default_factory=list)
-    """(device block, device block)"""
-    swap_in: Copies = field(default_factory=list)
-    """(host block, device block)"""
+    """Made one after the other, before any token is computed."""
     decodes: list[Sequence] = field(default_factory=list)
     """Sequences with one token to compute."""
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)

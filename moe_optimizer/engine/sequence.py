@@ -89,6 +89,8 @@ class SequenceGroup:
     """Lower is served first."""
     arrival: int = 0
     """Count of requests before it."""
+    unread: bool = False
+    """Whether an output waits for its reader: the next one is made when it has been taken, or at the end."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values another request had left behind."""
     sequences: list[Sequence] = field(init=False)

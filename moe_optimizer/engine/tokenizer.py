@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.files import open_regular, read_json
+from moe_optimizer.files import open_regular
+from moe_optimizer.inspection.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_MAX_BYTES = 1 << 20
-"""Chosen: published generation_config.json files have less than 1 KiB."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -72,7 +70,4 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
         InputError: it cannot be read.
     """
     path = folder / "generation_config.json"
-    said = read_json(path, max_bytes=_MAX_BYTES) if path.exists() else {}
-    if not isinstance(said, dict):
-        raise InputError(f"{path}: got {type(said).__name__}, expected an object")
-    return said
+    return read_json_object(path) if path.exists() else {}

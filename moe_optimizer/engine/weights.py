@@ -1,25 +1,24 @@
 """Loads a checkpoint into a model: safetensors, or with an explicit flag torch's .bin files."""
 
 import pickle
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_optimizer.engine.layers.linear import Layer
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.files import read_json
+from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 """auto and safetensors: safetensors only. pt: torch's .bin files. dummy: random weights, for measurements."""
 
-_MAX_INDEX_BYTES = 64 << 20
-"""Chosen: ten times the index of a model of 100,000 tensors."""
+_NEEDLESS = ("rotary_emb.inv_freq", "lm_head.weight")
+"""What a checkpoint may have and a model may not need: tables that are computed, the copy of tied embeddings."""
 _DUMMY_RANGE = 1e-2
 """Chosen: small enough that activations of a deep model stay finite."""
 
@@ -35,24 +34,19 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
         for parameter in model.parameters():
             parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
         return
-    loaded: Counter[str] = Counter()
-    parameters = dict(model.named_parameters())
+    places = dict(model.places())
+    missing = set(places)
     for name, tensor in _tensors(folder, load_format):
-        destination = model.destination(name)
-        if destination is None:
-            continue
-        target, shard = destination
-        if target not in parameters:
+        if name in places:
+            missing.discard(name)
+            try:
+                places[name].fill(tensor)
+            except InputError as error:
+                raise error.named_by(f"{folder}: {name}") from None
+        elif not name.endswith(_NEEDLESS):
             raise InputError(f"{folder}: got tensor {name!r}, expected one of a {type(model).__name__}")
-        module, _, parameter = target.rpartition(".")
-        try:
-            layer = cast(Layer, model.get_submodule(module))
-            loaded[target] += layer.load_weight(parameter, tensor, shard)
-        except InputError as error:
-            raise error.named_by(f"{folder}: {name}") from None
-    for name, parameter in parameters.items():
-        if loaded[name] != parameter.numel():
-            raise InputError(f"{folder}: {name}: got {loaded[name]} elements, expected {parameter.numel()}")
+    if missing:
+        raise InputError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)}")
 
 
 def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:
@@ -71,8 +65,7 @@ def _files(folder: Path, single: str) -> list[Path]:
     """Return the shards that the index names, or the one file."""
     index = folder / f"{single}.index.json"
     if index.exists():
-        held = read_json(index, max_bytes=_MAX_INDEX_BYTES)
-        named = held.get("weight_map") if isinstance(held, dict) else None
+        named = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(named, dict):
             raise InputError(f"{index}: got no weight_map, expected an object that names the file of each tensor")
         paths = [folder / Path(name).name for name in sorted(set(map(str, named.values())))]

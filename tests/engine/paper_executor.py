@@ -13,7 +13,7 @@ import numpy as np
 from moe_optimizer.engine.block import Block
 from moe_optimizer.engine.kv_cache import CacheSize
 from moe_optimizer.engine.outputs import SampledToken
-from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
+from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence
 
 VOCABULARY = 50
@@ -27,16 +27,14 @@ class PaperExecutor:
             max_model_len=min(max_model_len, num_blocks * block_size),
         )
         self.block_size = block_size
-        self.cache = np.full((num_blocks, block_size), -1)
-        self.host = np.full((num_host_blocks, block_size), -1)
+        self.cache = np.full((num_blocks + num_host_blocks, block_size), -1)
         self.num_computed = 0
         self.blocks: list[Block] = []
         """The block manager's, to see that nobody writes into a block that others read."""
 
     def execute(self, step: SchedulerOutput) -> list[SampledToken]:
-        _move(self.cache, self.host, step.swap_out)
-        _move(self.cache, self.cache, step.copies)
-        _move(self.host, self.cache, step.swap_in)
+        for source, target in step.copies:
+            self.cache[target] = self.cache[source]
         for sequence in step.decodes:
             self._compute(sequence, 1)
         for sequence, count in step.prefills:
@@ -47,6 +45,7 @@ class PaperExecutor:
     def _compute(self, sequence: Sequence, count: int) -> None:
         for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
             block = sequence.block_table.block_ids[position // self.block_size]
+            assert block < self.cache_size.num_blocks, f"block {block} is in host memory"
             assert not self.blocks or self.blocks[block].writable, f"block {block} is written while others read it"
             self.cache[block, position % self.block_size] = sequence.token_ids[position]
 
@@ -64,9 +63,3 @@ def expected_output(prompt: list[int], num_tokens: int, sample: int) -> list[int
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids, sample))
     return token_ids[len(prompt) :]
-
-
-def _move(source: np.ndarray, target: np.ndarray, copies: Copies) -> None:
-    if copies:
-        froms, tos = (list(numbers) for numbers in zip(*copies, strict=True))
-        target[tos] = source[froms]

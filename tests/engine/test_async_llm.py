@@ -55,6 +55,31 @@ def test_a_slow_reader_gets_everything(llm: AsyncLLM) -> None:
     assert asyncio.run(collect()) == expected_output([1, 2, 3], 30, 0)
 
 
+def test_a_slow_reader_of_whole_outputs_sees_each_token_once(llm: AsyncLLM) -> None:
+    async def collect() -> list[list[int]]:
+        seen = []
+        async for output in llm.generate([1, 2, 3], params(30)):
+            seen.append(output.outputs[0].token_ids)
+            await asyncio.sleep(0.01)
+        return seen
+
+    want = expected_output([1, 2, 3], 30, 0)
+    seen = asyncio.run(collect())
+    assert all(each == want[: len(each)] for each in seen)
+    assert seen[-1] == want
+
+
+def test_what_a_reader_has_not_taken_is_not_kept_for_it(llm: AsyncLLM) -> None:
+    async def count() -> int:
+        stream = llm.generate([1, 2, 3], params(40, **DELTA))
+        await anext(stream)
+        await llm.get_output([1], params(60))
+        return 1 + len([output async for output in stream])
+
+    # What was under way when the reader stopped, what came until it went on, and the end.
+    assert asyncio.run(count()) <= 3
+
+
 def test_outputs_at_once_come_to_those_who_asked(llm: AsyncLLM) -> None:
     async def ask() -> list[RequestOutput]:
         return await asyncio.gather(*(llm.get_output([number], params(5 + number)) for number in range(20)))

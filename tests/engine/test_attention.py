@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.base import AttentionBackend
-from moe_optimizer.engine.attention.choice import make_backend
-from moe_optimizer.engine.attention.context import AttentionContext, Prefill
+from moe_optimizer.engine.attention.backend import AttentionBackend, make_backend
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
+from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.errors import UnsupportedError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,11 +33,11 @@ HEADS = [(4, 2, 16), (6, 1, 24), (4, 4, 80), (3, 1, 32)]
 
 
 def make_backends() -> list[Any]:
-    return [pytest.param("sdpa"), pytest.param("triton", marks=NEEDS_TRITON)]
+    return [pytest.param("sdpa"), pytest.param("sdpa_padded"), pytest.param("triton", marks=NEEDS_TRITON)]
 
 
-def make_step(spans: list[tuple[int, int]], block_size: int) -> AttentionContext:
-    """A context whose sequences lie in shuffled blocks."""
+def make_step(spans: list[tuple[int, int]], block_size: int) -> PackedBatch:
+    """A batch whose sequences lie in shuffled blocks."""
     lengths = [tokens + before for tokens, before in spans]
     counts = [-(-length // block_size) for length in lengths]
     shuffled = iter(np.random.default_rng(0).permutation(sum(counts)).tolist())
@@ -54,7 +53,11 @@ def make_step(spans: list[tuple[int, int]], block_size: int) -> AttentionContext
         if len(starts) > num_decodes:
             prefills.append(Prefill(starts[-1], starts[-1] + tokens, before))
         starts.append(starts[-1] + tokens)
-    return AttentionContext(
+    return PackedBatch(
+        copies=[],
+        token_ids_T=torch.zeros(len(slots), dtype=torch.int64),
+        positions_T=torch.zeros(len(slots), dtype=torch.int64),
+        sampled=torch.empty(0),
         slots_T=torch.tensor(slots, device=DEVICE),
         block_tables_SN=torch.from_numpy(tables).to(DEVICE),
         context_lengths_S=torch.tensor(lengths, device=DEVICE),
@@ -65,13 +68,13 @@ def make_step(spans: list[tuple[int, int]], block_size: int) -> AttentionContext
     )
 
 
-def expected(q_THd: Tensor, cache_2BSKd: Tensor, context: AttentionContext) -> Tensor:
+def expected(q_THd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
     """Softmax of one token's scores after the other, in float64."""
     keys, values = cache_2BSKd.double()
-    out, starts = torch.empty_like(q_THd), context.query_starts_S1.tolist()
-    for row, length in enumerate(context.context_lengths_S.tolist()):
+    out, starts = torch.empty_like(q_THd), batch.query_starts_S1.tolist()
+    for row, length in enumerate(batch.context_lengths_S.tolist()):
         tokens = starts[row + 1] - starts[row]
-        blocks = context.block_tables_SN[row, : -(-length // context.block_size)].long()
+        blocks = batch.block_tables_SN[row, : -(-length // batch.block_size)].long()
         k_LKd, v_LKd = keys[blocks].flatten(0, 1), values[blocks].flatten(0, 1)
         for token in range(tokens):
             seen = length - tokens + token + 1
@@ -83,15 +86,15 @@ def expected(q_THd: Tensor, cache_2BSKd: Tensor, context: AttentionContext) -> T
     return out
 
 
-def inputs(context: AttentionContext, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(batch: PackedBatch, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values as slices of one product, and a cache with something in every block."""
     query_heads, kv_heads, size = heads
     torch.manual_seed(1)
-    tokens = len(context.slots_T)
+    tokens = len(batch.slots_T)
     widths = [query_heads * size, kv_heads * size, kv_heads * size]
     q, k, v = torch.randn(tokens, sum(widths), device=DEVICE).split(widths, dim=-1)
-    num_blocks = int(context.block_tables_SN.max()) + 1
-    cache = torch.randn(2, num_blocks, context.block_size, kv_heads, size, device=DEVICE)
+    num_blocks = int(batch.block_tables_SN.max()) + 1
+    cache = torch.randn(2, num_blocks, batch.block_size, kv_heads, size, device=DEVICE)
     return q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size)), cache
 
 
@@ -102,25 +105,25 @@ def inputs(context: AttentionContext, heads: tuple[int, int, int]) -> tuple[Tens
 def test_a_backend_computes_causal_attention_over_its_pages(
     name: Any, step: str, heads: tuple[int, int, int], block_size: int
 ) -> None:
-    context = make_step(STEPS[step], block_size)
-    q, k, v, cache = inputs(context, heads)
-    got = make_backend(name, DEVICE, block_size).attend(q, k, v, cache, context)
-    stored = cache[:, :, :].flatten(1, 2)[:, context.slots_T]
+    batch = make_step(STEPS[step], block_size)
+    q, k, v, cache = inputs(batch, heads)
+    got = make_backend(name, DEVICE, block_size).attend(q, k, v, cache, batch)
+    stored = cache[:, :, :].flatten(1, 2)[:, batch.slots_T]
     assert torch.equal(stored, torch.stack((k, v)))
-    assert (got - expected(q, cache, context)).abs().max() < 2e-6
+    assert (got - expected(q, cache, batch)).abs().max() < 2e-6
 
 
 @NEEDS_TRITON
 def test_padding_is_stored_nowhere_and_attends_to_nothing() -> None:
-    context = make_step(STEPS["decodes"], 4)
-    context.slots_T[3:] = -1
-    context.context_lengths_S[3:] = 0
-    q, k, v, cache = inputs(context, HEADS[0])
+    batch = make_step(STEPS["decodes"], 4)
+    batch.slots_T[3:] = -1
+    batch.context_lengths_S[3:] = 0
+    q, k, v, cache = inputs(batch, HEADS[0])
     before = cache.clone()
-    got = make_backend("triton", DEVICE, 4).attend(q, k, v, cache, context)
+    got = make_backend("triton", DEVICE, 4).attend(q, k, v, cache, batch)
     assert torch.equal(got[3:], torch.zeros_like(got[3:]))
     changed = (cache != before).any(-1).any(-1).any(0).flatten().nonzero().flatten()
-    assert sorted(changed.tolist()) == sorted(context.slots_T[:3].tolist())
+    assert sorted(changed.tolist()) == sorted(batch.slots_T[:3].tolist())
     assert (got[:3] - expected(q, cache, make_step(STEPS["decodes"], 4))[:3]).abs().max() < 2e-6
 
 
@@ -132,8 +135,8 @@ class PretendedFlash(ModuleType):
         q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool
     ) -> Tensor:
         starts = torch.arange(len(q) + 1)
-        context = _context(starts, cache_seqlens, block_table, keys.shape[1])
-        return expected(q[:, 0], torch.stack((keys, values)), context)[:, None]
+        batch = _context(starts, cache_seqlens, block_table, keys.shape[1])
+        return expected(q[:, 0], torch.stack((keys, values)), batch)[:, None]
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -146,8 +149,9 @@ class PretendedFlash(ModuleType):
         return expected(q, torch.stack((keys, values)), _context(cu_seqlens_q, lengths, block_table, keys.shape[1]))
 
 
-def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -> AttentionContext:
-    return AttentionContext(
+def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -> PackedBatch:
+    return PackedBatch(
+        copies=[], token_ids_T=torch.empty(0), positions_T=torch.empty(0), sampled=torch.empty(0),
         slots_T=torch.empty(0), block_tables_SN=tables, context_lengths_S=lengths, query_starts_S1=starts,
         num_decodes=0, prefills=(), block_size=block_size,
     )  # fmt: skip
@@ -159,15 +163,32 @@ def test_flash_attention_is_given_what_its_functions_ask_for(step: str, monkeypa
     monkeypatch.setitem(sys.modules, "flash_attn", PretendedFlash("flash_attn"))
     from moe_optimizer.engine.attention.flash_attention import FlashAttention
 
-    context = make_step(STEPS[step], 4)
-    q, k, v, cache = inputs(context, HEADS[0])
-    want = SdpaAttention().attend(q, k, v, cache.clone(), context)
-    assert (FlashAttention().attend(q, k, v, cache, context) - want).abs().max() < 2e-6
+    batch = make_step(STEPS[step], 4)
+    q, k, v, cache = inputs(batch, HEADS[0])
+    want = SdpaAttention().attend(q, k, v, cache.clone(), batch)
+    assert (FlashAttention().attend(q, k, v, cache, batch) - want).abs().max() < 2e-6
 
 
 def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="FlashAttention"):
         make_backend("flash", torch.device("cpu"), 256)
+
+
+@pytest.mark.parametrize(
+    ("absent", "cost"),
+    [
+        pytest.param({"flash_attn"}, "FlashAttention would save", marks=NEEDS_TRITON),
+        ({"flash_attn", "triton"}, "without CUDA graphs"),
+    ],
+)
+def test_a_backend_that_is_missing_is_a_warning_with_what_it_costs(
+    absent: set[str], cost: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
+    with caplog.at_level("WARNING"):
+        make_backend("auto", torch.device("cuda"), 16)
+    assert cost in caplog.text
 
 
 def test_auto_on_a_cpu_is_sdpa() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.context import AttentionContext, Prefill
+from moe_optimizer.engine import LLMEngine
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs
-from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.model_runner import ModelRunner
+from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
+from tests.engine.tiny_models import TINY_MOE
 
 
 class Compute:
@@ -23,18 +26,20 @@ class Compute:
         self.recording: Any = None
         self.fails = False
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def __call__(self, batch: PackedBatch) -> Tensor:
         if self.fails:
             raise RuntimeError("called a synchronizing CUDA operation")
-        out = self._rows(token_ids, positions, context)
+        out = self._rows(batch)
         if self.recording is not None:
-            self.recording.again = lambda: out.copy_(self._rows(token_ids, positions, context))
+            self.recording.again = lambda: out.copy_(self._rows(batch))
         return out
 
     @staticmethod
-    def _rows(token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        numbers = (token_ids, positions, context.slots_T, context.context_lengths_S, context.query_starts_S1[1:])
-        return torch.cat((torch.stack(numbers, 1), context.block_tables_SN), 1)
+    def _rows(batch: PackedBatch) -> Tensor:
+        numbers = (
+            batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lengths_S, batch.query_starts_S1[1:],
+        )  # fmt: skip
+        return torch.cat((torch.stack(numbers, 1), batch.block_tables_SN), 1)
 
 
 class Graph:
@@ -70,11 +75,12 @@ def make_graphs(compute: Compute) -> DecodeGraphs:
 
 
 def decodes(count: int, *, prefills: tuple[Prefill, ...] = ()) -> PackedBatch:
-    numbers = np.arange(1, count + 1)
+    numbers = torch.arange(1, count + 1)
     return PackedBatch(
-        token_ids=numbers * 10, positions=numbers + 3, slots=numbers * 4, context_lengths=numbers + 4,
-        block_tables=np.stack((numbers, numbers + 1), 1).astype(np.int32), num_decodes=count, prefills=prefills,
-        sampled=numbers - 1, swap_out=[], copies=[], swap_in=[],
+        copies=[], token_ids_T=numbers * 10, positions_T=numbers + 3, slots_T=numbers * 4,
+        context_lengths_S=numbers + 4, query_starts_S1=torch.arange(count + 1),
+        block_tables_SN=torch.stack((numbers, numbers + 1), 1).int(), num_decodes=count, prefills=prefills,
+        sampled=numbers - 1, block_size=4,
     )  # fmt: skip
 
 
@@ -98,6 +104,20 @@ def test_prompts_and_larger_batches_have_no_graph(compute: Compute) -> None:
     assert graphs.hidden(decodes(2, prefills=(Prefill(2, 5, 0),))) is None
     assert graphs.hidden(decodes(5)) is None
     assert Graph.replays == before
+
+
+def test_a_slow_start_names_what_makes_it_faster(
+    compute: Compute, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = LLMEngine(EngineArgs(model=str(TINY_MOE), dtype="float32", device="cpu", num_gpu_blocks_override=8))
+    assert isinstance(engine.executor, ModelRunner)
+    engine.executor.model = compute  # type: ignore[assignment]
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with caplog.at_level("WARNING"):
+        engine.executor._capture()
+    for word in ("60 s", "max_num_seqs", "enforce_eager=True", "compile_layers=False"):
+        assert word in caplog.text
 
 
 def test_what_cannot_be_captured_runs_without_graphs_and_says_so(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,25 @@ def test_memory(swap_space: float, reference: dict[str, list[int]]) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [reference[prompt] for prompt in PROMPTS * 2]
     assert llm.llm_engine.scheduler.num_preemptions > 0
     assert llm.llm_engine.scheduler.blocks.num_available == 16
+
+
+def test_a_progress_bar_counts_tokens_per_second(tiny_moe_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_moe_llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr().err
+    assert f"{len(PROMPTS)}/{len(PROMPTS)}" in shown
+    assert re.search(r"[1-9]\d* tok/s", shown)
+
+
+@pytest.mark.parametrize("options", [[], ["--chat"]])
+def test_the_example_answers_its_prompts(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = TINY_MOE.parent / "offline.py"
+    monkeypatch.setattr("sys.argv", [str(example), PROMPTS[0], PROMPTS[1], "--max-tokens", "4", *options])
+    runpy.run_path(str(example), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" -> ")[0] for line in lines] == [repr(PROMPTS[0]), repr(PROMPTS[1])]
+    assert all(len(line.partition(" -> ")[2]) > 2 for line in lines)
 
 
 def test_a_conversation_goes_through_the_chat_template(tiny_moe_llm: LLM) -> None:

@@ -15,7 +15,6 @@ from moe_optimizer.engine import LLMEngine, SamplingParams
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.outputs import SampledToken
-from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.sequence import Sequence
 from tests.engine.tiny_models import SHAPES, TINY_MOE
 
@@ -48,10 +47,9 @@ def prefill_logits(folder: Path, token_ids: list[int], **arguments: Any) -> Tens
     runner = engine.executor
     assert isinstance(runner, ModelRunner)
     engine.add_request("0", token_ids)
-    step = engine.scheduler.schedule()
+    batch = runner.prepare(engine.scheduler.schedule())
     with torch.inference_mode():
-        token_ids_T, positions, context, _ = runner.prepare(PackedBatch.of(step, runner.block_size))
-        return runner.model.logits(runner.model(token_ids_T, positions, context)).float()
+        return runner.model.logits(runner.model(batch)).float()
 
 
 def decode_logits(folder: Path, token_ids: list[int], num_prompt: int, **arguments: Any) -> dict[int, Tensor]:

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from moe_optimizer.engine import LLM, LLMEngine, SamplingParams
-from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.protocols import Executor
 from moe_optimizer.engine.scheduler import Scheduler
-from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
+from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence
 from tests.engine.paper_engine import assert_as_expected, params, run
 from tests.engine.paper_executor import PaperExecutor
@@ -60,10 +60,10 @@ def test_the_attention_backend(tiny_moe_llm: LLM) -> None:
         """Decodes one sequence at a time."""
 
         def attend(
-            self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
+            self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch
         ) -> Tensor:
             self.called = True
-            return super().attend(q_THd, k_TKd, v_TKd, cache_2BSKd, context)
+            return super().attend(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
 
     engine = LLMEngine(ARGS)
     assert isinstance(engine.executor, ModelRunner)
@@ -106,9 +106,9 @@ def test_the_block_manager() -> None:
 
         handed_out = 0
 
-        def make_room(self, sequence: Sequence, num_tokens: int, copies: Copies) -> bool:
+        def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
             self.handed_out += 1
-            return super().make_room(sequence, num_tokens, copies)
+            return super().make_room(sequence, num_tokens)
 
     blocks = Counted(16, block_size=4)
     scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64)

@@ -19,6 +19,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "chunked_prefill": {"enable_chunked_prefill": False},
     "cuda_graphs": {"enforce_eager": True},
     "attention backend": {"attention_backend": "sdpa"},
+    "packed prefill": {"attention_backend": "sdpa_padded"},
     "fused_moe": {"fused_moe": False},
 }
 

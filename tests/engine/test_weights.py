@@ -83,8 +83,8 @@ def test_dummy_weights_need_no_file_and_are_the_same_each_time(folder: Path) -> 
     ("change", "word"),
     [
         (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
-        (lambda tensors: tensors.pop("model.layers.0.mlp.experts.2.up_proj.weight"), "w13"),
-        (lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.weight"), "qkv_proj"),
+        (lambda tensors: tensors.pop("model.layers.0.mlp.experts.2.up_proj.weight"), r"experts\.2\.up_proj"),
+        (lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.weight"), "missing.*k_proj"),
         (lambda tensors: tensors.update(surplus=torch.zeros(2)), "surplus"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}), r"\[7\]"),
         (lambda tensors: tensors.update({"model.layers.0.mlp.experts.9.up_proj.weight": torch.zeros(32, 48)}), "9"),

@@ -25,7 +25,6 @@ from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.outputs import SampledToken
-from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.sequence import Sequence
 
 pytestmark = pytest.mark.gpu
@@ -130,8 +129,8 @@ def prompt_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
     assert isinstance(runner, ModelRunner)
     engine.add_request("0", token_ids)
     with torch.inference_mode():
-        token_ids_T, positions, context, _ = runner.prepare(PackedBatch.of(engine.scheduler.schedule(), 16))
-        return runner.model.logits(runner.model(token_ids_T, positions, context)).float()
+        batch = runner.prepare(engine.scheduler.schedule()).to(runner.config.device)
+        return runner.model.logits(runner.model(batch)).float()
 
 
 def plain_logits(engine: LLMEngine, token_ids: list[int], dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.attention.triton_attention import store
+from moe_optimizer.engine.packed_batch import PackedBatch
 
 
 class FlashAttention:
@@ -13,25 +13,23 @@ class FlashAttention:
 
     capturable = True
 
-    def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
-    ) -> Tensor:
-        store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
+    def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
+        store(k_TKd, v_TKd, cache_2BSKd, batch.slots_T)
         keys, values = cache_2BSKd
-        count, lengths_S = context.num_decodes, context.context_lengths_S.int()
+        count, lengths_S = batch.num_decodes, batch.context_lengths_S.int()
         out_THd = torch.empty_like(q_THd)
         if count:
             out_THd[:count] = flash_attn_with_kvcache(
                 q_THd[:count, None], keys, values,
-                cache_seqlens=lengths_S[:count], block_table=context.block_tables_SN[:count], causal=True,
+                cache_seqlens=lengths_S[:count], block_table=batch.block_tables_SN[:count], causal=True,
             )[:, 0]  # fmt: skip
-        if context.prefills:
+        if batch.prefills:
             key_starts = torch.nn.functional.pad(lengths_S[count:].cumsum(0), (1, 0)).int()
             out_THd[count:] = flash_attn_varlen_func(
                 q_THd[count:], keys, values,
-                cu_seqlens_q=(context.query_starts_S1[count:] - count).int(), cu_seqlens_k=key_starts,
-                max_seqlen_q=max(prefill.end - prefill.begin for prefill in context.prefills),
-                max_seqlen_k=max(prefill.length for prefill in context.prefills),
-                block_table=context.block_tables_SN[count:], causal=True,
+                cu_seqlens_q=(batch.query_starts_S1[count:] - count).int(), cu_seqlens_k=key_starts,
+                max_seqlen_q=max(prefill.end - prefill.begin for prefill in batch.prefills),
+                max_seqlen_k=max(prefill.length for prefill in batch.prefills),
+                block_table=batch.block_tables_SN[count:], causal=True,
             )  # fmt: skip
         return out_THd

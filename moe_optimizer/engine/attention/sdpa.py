@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_optimizer.engine.attention.context import AttentionContext, DecodeGroup
+from moe_optimizer.engine.packed_batch import DecodeGroup, PackedBatch
 
 
 class SdpaAttention:
@@ -15,23 +15,31 @@ class SdpaAttention:
     def __init__(self) -> None:
         self._workspace = torch.empty(0)
 
-    def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
         for stored, new in zip(cache_2BSKd.flatten(1, 2), (k_TKd, v_TKd), strict=True):
-            stored.index_copy_(0, context.slots_T, new)
+            stored.index_copy_(0, batch.slots_T, new)
         out_THd = torch.empty_like(q_THd)
-        for group in context.decode_groups:
+        for group in batch.decode_groups:
             out_GHd = self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
             out_THd.index_copy_(0, group.rows_G, out_GHd)
-        for prefill, block_ids in zip(context.prefills, context.block_tables_SN[context.num_decodes :], strict=True):
+        if batch.prefills:
+            parts = self.prefill(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
+            torch.cat(parts, out=out_THd[batch.num_decodes :])
+        return out_THd
+
+    def prefill(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch
+    ) -> list[Tensor]:
+        """Return the output of each prefill, whose keys and values are stored."""
+        parts = []
+        for prefill, block_ids in zip(batch.prefills, batch.block_tables_SN[batch.num_decodes :], strict=True):
             rows = slice(prefill.begin, prefill.end)
             keys, values = k_TKd[rows], v_TKd[rows]
             if prefill.num_computed:
-                read_N = block_ids[: -(-prefill.length // context.block_size)]
+                read_N = block_ids[: -(-prefill.length // batch.block_size)]
                 keys, values = cache_2BSKd.index_select(1, read_N).flatten(1, 2)[:, : prefill.length]
-            out_THd[rows] = _prefill(q_THd[rows], keys, values, prefill.num_computed)
-        return out_THd
+            parts.append(_prefill(q_THd[rows], keys, values, prefill.num_computed))
+        return parts
 
     def _decode(self, q_GHd: Tensor, cache_2BSKd: Tensor, group: DecodeGroup) -> Tensor:
         """One query per sequence. Query heads that share a key/value head are its rows, so nothing is repeated."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.packed_batch import PackedBatch
 
 _TILE_KEYS = 64
 _TILE_KEY_BYTES = 256
@@ -33,18 +33,16 @@ class TritonAttention:
 
     capturable = True
 
-    def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
-    ) -> Tensor:
-        store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
+    def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
+        store(k_TKd, v_TKd, cache_2BSKd, batch.slots_T)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        decodes, prefills = context.num_decodes, context.prefills
+        decodes, prefills = batch.num_decodes, batch.prefills
         if decodes:
             splits = _num_splits(decodes * k_TKd.shape[1], q_THd.device)
-            _launch(q_THd, cache_2BSKd, out_THd, context, Part(0, decodes, 1, _DECODE_ROWS, splits))
+            _launch(q_THd, cache_2BSKd, out_THd, batch, Part(0, decodes, 1, _DECODE_ROWS, splits))
         if prefills:
             longest = max(prefill.end - prefill.begin for prefill in prefills)
-            _launch(q_THd, cache_2BSKd, out_THd, context, Part(decodes, len(prefills), longest, _PREFILL_ROWS, 1))
+            _launch(q_THd, cache_2BSKd, out_THd, batch, Part(decodes, len(prefills), longest, _PREFILL_ROWS, 1))
         return out_THd
 
 
@@ -79,7 +77,7 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
     return min(_MOST_SPLITS, triton.next_power_of_2(max(1, wanted)))
 
 
-def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, context: AttentionContext, part: Part) -> None:
+def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, batch: PackedBatch, part: Part) -> None:
     _, heads, size = q_THd.shape
     _, _, block_size, kv_heads, _ = cache_2BSKd.shape
     shared = heads // kv_heads
@@ -93,8 +91,8 @@ def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, context: Attent
         lse = torch.empty((part.splits, part.count, heads), dtype=torch.float32, device=q_THd.device)
     _attend[(triton.cdiv(part.longest, tokens), kv_heads, part.count * part.splits)](
         q_THd, cache_2BSKd[0], cache_2BSKd[1], out_THd, parts, lse,
-        context.block_tables_SN, context.context_lengths_S, context.query_starts_S1,
-        q_THd.stride(0), context.block_tables_SN.stride(0), part.first, part.count, size**-0.5,
+        batch.block_tables_SN, batch.context_lengths_S, batch.query_starts_S1,
+        q_THd.stride(0), batch.block_tables_SN.stride(0), part.first, part.count, size**-0.5,
         H=heads, K=kv_heads, d=size, S=block_size, TOKENS=tokens, M=rows, N=keys, D=width, SPLITS=part.splits,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""The layers that the model families share. Each loads its own weights: `Layer.load_weight`."""
+"""The layers that the model families share. Each says where its weights go: `Layer.places`."""

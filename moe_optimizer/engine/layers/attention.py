@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_optimizer.engine.attention.base import AttentionBackend
-from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.attention.backend import AttentionBackend
 from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import head_size, rotate
+from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim if qk_norm == "head" else sizes["q"], config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim if qk_norm == "head" else sizes["k"], config.rms_norm_eps)
 
-    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
+    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], batch: PackedBatch) -> Tensor:
         """Let every token attend to itself and those before it in its sequence."""
         q, k, v = self.qkv_proj(x_TH)
         if self.qk_norm == "whole":
@@ -62,7 +62,7 @@ class Attention(nn.Module):
             q, k, v = (tensor.clamp(-self.clip, self.clip) for tensor in (q, k, v))
         q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (q, k, v))
         q, k = self.turned(q, k, *rope)
-        out = self.backend.attend(q, k, v, self.kv_cache, context)
+        out = self.backend.attend(q, k, v, self.kv_cache, batch)
         return self.o_proj(out.flatten(-2))
 
     def turned(self, q_THd: Tensor, k_TKd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,10 @@
-"""`Linear`, `MergedLinear` and `Embedding`, on a `Layer` that knows how a checkpoint becomes its parameters.
+"""`Linear`, `MergedLinear` and `Embedding`, on a `Layer` that knows where a checkpoint's tensors go.
 
 With several ranks each holds a slice: of the outputs, of the inputs, or of the vocabulary.
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,33 +13,39 @@ from torch import Tensor, nn
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.errors import InputError
 
-Shard = str | tuple[str, int] | None
-"""Which part of a parameter a tensor is: a name, a name and an expert, or all of it."""
+
+class Place(NamedTuple):
+    """Where a tensor of a checkpoint goes."""
+
+    target: Tensor
+    """A parameter or a part of one; empty where only other ranks hold it."""
+    dim: int = 0
+    """The dimension of which each rank holds a slice; what it holds whole stays whole."""
+    ranks: Ranks = ALONE
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy this rank's slice of a tensor, converting the dtype.
+
+        Raises:
+            InputError: the shapes differ.
+        """
+        if not self.target.numel():
+            return
+        source = self.ranks.slice_of(tensor, self.dim, self.target.shape[self.dim])
+        if self.target.shape != source.shape:
+            raise InputError(f"got shape {list(source.shape)}, expected {list(self.target.shape)} by config.json")
+        self.target.copy_(source)
 
 
 class Layer(nn.Module):
-    """A layer whose parameters are stored as one tensor each; others override `load_weight`."""
+    """A layer whose parameters are stored as one tensor each; others override `places`."""
 
     sliced: tuple[int, Ranks] = (0, ALONE)
-    """The dimension of the parameters of which each rank holds a slice; one that it holds whole stays whole."""
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
-        """Copy a tensor of the checkpoint into `shard` of the parameter `name`; return how many elements it filled."""
-        assert shard is None, f"{type(self).__name__}.{name} has no shard {shard!r}"
-        return copy_slice(self.get_parameter(name), tensor, *self.sliced)
-
-
-def copy_slice(target: Tensor, source: Tensor, dim: int = 0, ranks: Ranks = ALONE) -> int:
-    """Copy this rank's slice of `source` along `dim`, converting the dtype; return how many elements.
-
-    Raises:
-        InputError: the shapes differ.
-    """
-    source = ranks.slice_of(source, dim, target.shape[dim])
-    if target.shape != source.shape:
-        raise InputError(f"got shape {list(source.shape)}, expected {list(target.shape)} by config.json")
-    target.data.copy_(source)
-    return target.numel()
+    def places(self, name: str) -> Iterator[tuple[str, Place]]:
+        """Yield what a checkpoint calls the tensors of this layer, whose own name is `name`, and where they go."""
+        for parameter, target in self.named_parameters():
+            yield f"{name}.{parameter}", Place(target.data, *self.sliced)
 
 
 class Linear(Layer):
@@ -58,7 +67,7 @@ class Linear(Layer):
 class MergedLinear(Layer):
     """Projections of one input that a checkpoint stores apart: one product, their rows in the order of `sizes`.
 
-    `sizes` are the outputs of each on this rank, which holds a slice of them.
+    `sizes` are the outputs of each on this rank, which holds a slice of them, by the names of the projections.
     """
 
     def __init__(self, in_size: int, sizes: dict[str, int], *, bias: bool = False, ranks: Ranks = ALONE) -> None:
@@ -70,9 +79,11 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return F.linear(x, self.weight, self.bias).split(list(self.sizes.values()), dim=-1)
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
-        rows = dict(zip(self.sizes, self.get_parameter(name).split(list(self.sizes.values())), strict=True))
-        return copy_slice(rows[str(shard)], tensor, 0, self.ranks)
+    def places(self, name: str) -> Iterator[tuple[str, Place]]:
+        for parameter, target in self.named_parameters():
+            rows = target.data.split(list(self.sizes.values()))
+            for projection, part in zip(self.sizes, rows, strict=True):
+                yield f"{name.rpartition('.')[0]}.{projection}_proj.{parameter}", Place(part, 0, self.ranks)
 
 
 class Embedding(Layer):

@@ -1,30 +1,35 @@
 """`MoE`: the sparse feed-forward layer. The router picks experts, and one kernel of `ops` computes them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_optimizer import ops
-from moe_optimizer.engine.layers.linear import Layer, Linear, Shard, copy_slice
+from moe_optimizer.engine.layers.linear import Layer, Linear, Place
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
-from moe_optimizer.errors import InputError
+
+Names = tuple[str, str, str]
 
 
 class MoE(nn.Module):
     """The weighted sum of the outputs of the `top_k` experts that the router scores highest.
 
-    `sizes` are experts, hidden size and columns of an expert. `renormalize` makes a token's weights sum to 1.
+    `sizes` are experts, hidden size and columns of an expert; `names` what a checkpoint calls its gate, up and down.
+    `renormalize` makes a token's weights sum to 1.
     """
 
     fused = True
     """False computes the experts in plain torch."""
 
-    def __init__(self, sizes: tuple[int, int, int], *, top_k: int, renormalize: bool, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, sizes: tuple[int, int, int], names: Names, *, top_k: int, renormalize: bool, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
         self.top_k, self.renormalize, self.ranks = top_k, renormalize, ranks
         self.gate = Linear(sizes[1], sizes[0])
-        self.experts = Experts(*sizes, ranks)
+        self.experts = Experts(sizes, names, ranks)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         experts, compute = self.experts, ops.flash_dmoe if self.fused else _plain
@@ -50,10 +55,11 @@ class Experts(Layer):
     With several ranks each holds a slice I of every expert, or with expert parallelism some experts whole.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, ranks: Ranks) -> None:
+    def __init__(self, sizes: tuple[int, int, int], names: Names, ranks: Ranks) -> None:
         super().__init__()
+        num_experts, hidden_size, intermediate_size = sizes
         whole = ranks.expert_parallel
-        self.num_experts = num_experts
+        self.num_experts, self.names = num_experts, names
         self.slices = ALONE if whole else ranks
         held = ranks.share(num_experts, "experts") if whole else num_experts
         self.first = ranks.rank * held if whole else 0
@@ -67,18 +73,13 @@ class Experts(Layer):
             local = torch.arange(num_experts, dtype=torch.int32) - self.first
             self.expert_map = local.where((local >= 0) & (local < held), -1)
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
-        assert isinstance(shard, tuple), f"got shard {shard!r}, expected (gate, up or down, expert)"
-        matrix, expert = shard
-        if expert >= self.num_experts:
-            raise InputError(f"got expert {expert}, expected {self.num_experts} experts by config.json")
-        local = expert - self.first
-        if not 0 <= local < len(self.w13):
-            return 0
-        target = self.get_parameter(name)[local]
-        if matrix == "down":
-            return copy_slice(target, tensor, 1, self.slices)
-        return copy_slice(target.chunk(2)[matrix == "up"], tensor, 0, self.slices)
+    def places(self, name: str) -> Iterator[tuple[str, Place]]:
+        for expert in range(self.num_experts):
+            held = slice(max(0, expert - self.first), max(0, expert - self.first + 1))
+            gate_up, down = self.w13.data[held], self.w2.data[held]
+            targets = [*(each.flatten(0, 1) for each in gate_up.chunk(2, 1)), down.flatten(0, 1)]
+            for matrix, target, dim in zip(self.names, targets, (0, 0, 1), strict=True):
+                yield f"{name}.{expert}.{matrix}.weight", Place(target, dim, self.slices)
 
     def to_fp8(self) -> None:
         """Hold the weights in FP8 (E4M3) with one float32 scale for each 128x128 block."""

@@ -5,30 +5,23 @@ Legend: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.attention import Attention, QKNorm
-from moe_optimizer.engine.layers.linear import Embedding, Shard
-from moe_optimizer.engine.layers.moe import MoE
+from moe_optimizer.engine.layers.linear import Embedding, Layer, Place
+from moe_optimizer.engine.layers.moe import MoE, Names
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
+from moe_optimizer.engine.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_PACKED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
-"""Module of a checkpoint, which names the rows, and the module that holds them."""
 
 
 class DecoderLayer(nn.Module):
@@ -42,11 +35,11 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_TH: Tensor, residual_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
+        self, x_TH: Tensor, residual_TH: Tensor, rope: tuple[Tensor, Tensor], batch: PackedBatch
     ) -> tuple[Tensor, Tensor]:
         """Return what is to be added next, and the sum so far: the next norm adds them."""
         x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
-        x_TH = self.self_attn(x_TH, rope, context)
+        x_TH = self.self_attn(x_TH, rope, batch)
         x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
         return self.mlp(x_TH), residual_TH
 
@@ -60,11 +53,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
-    def forward(self, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        x_TH = self.embed_tokens(token_ids_T)
+    def forward(self, rope: tuple[Tensor, Tensor], batch: PackedBatch) -> Tensor:
+        x_TH = self.embed_tokens(batch.token_ids_T)
         residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
-            x_TH, residual_TH = layer(x_TH, residual_TH, rope, context)
+            x_TH, residual_TH = layer(x_TH, residual_TH, rope, batch)
         return self.norm.add(x_TH, residual_TH)[0]
 
 
@@ -74,10 +67,10 @@ class CausalLM(nn.Module, ABC):
     `dtype` is that of the weights, and torch's default while the model is built.
     """
 
-    expert_matrices: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    expert_names: Names = ("gate_proj", "up_proj", "down_proj")
     """What a checkpoint calls the matrices of an expert."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Parts of a checkpoint's names, and what they are called here."""
+    mlp_name = "mlp"
+    """What a checkpoint calls the feed-forward part of a layer."""
     qk_norm: QKNorm = "none"
 
     def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
@@ -97,12 +90,12 @@ class CausalLM(nn.Module, ABC):
         """Return the feed-forward part of a layer: `MLP` or `moe`."""
 
     def moe(self, num_experts: int, intermediate_size: int, *, renormalize: bool) -> MoE:
-        sizes = (num_experts, self.config.hidden_size, intermediate_size)
-        return MoE(sizes, top_k=self.config.num_experts_per_tok, renormalize=renormalize, ranks=self.ranks)
+        sizes, top_k = (num_experts, self.config.hidden_size, intermediate_size), self.config.num_experts_per_tok
+        return MoE(sizes, self.expert_names, top_k=top_k, renormalize=renormalize, ranks=self.ranks)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden state [T, H] of every token."""
-        return self.model(token_ids_T, self.rope(positions_T), context)
+        return self.model(self.rope(batch.positions_T), batch)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return the logits [T, V] of the tokens behind these."""
@@ -111,17 +104,8 @@ class CausalLM(nn.Module, ABC):
     def attention_layers(self) -> Iterator[Attention]:
         yield from (module for module in self.modules() if isinstance(module, Attention))
 
-    def destination(self, name: str) -> tuple[str, Shard] | None:
-        """Return the parameter that a checkpoint's tensor belongs to and the part of it; None to leave it out."""
-        if name.endswith("rotary_emb.inv_freq") or (self.lm_head is None and name == "lm_head.weight"):
-            return None
-        for theirs, ours in self.renamed.items():
-            name = name.replace(theirs, ours)
-        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
-            matrix = self.expert_matrices.get(match[3])
-            if matrix is not None:
-                return f"{match[1]}.{'w2' if matrix == 'down' else 'w13'}", (matrix, int(match[2]))
-        parent, _, last = name.rpartition(".")[0].rpartition(".")
-        if last in _PACKED:
-            return f"{parent}.{_PACKED[last]}.{name.rpartition('.')[2]}", last.removesuffix("_proj")
-        return name, None
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """Yield what a checkpoint calls its tensors, and where they go."""
+        for module, layer in self.named_modules():
+            for name, place in layer.places(module) if isinstance(layer, Layer) else ():
+                yield name.replace(".mlp.", f".{self.mlp_name}."), place

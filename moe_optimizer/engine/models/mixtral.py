@@ -1,7 +1,5 @@
 """Mixtral: experts in every layer, w1, w3 and w2 in its checkpoints."""
 
-from typing import ClassVar
-
 from torch import nn
 
 from moe_optimizer.engine.models.decoder import CausalLM
@@ -10,8 +8,8 @@ from moe_optimizer.engine.models.decoder import CausalLM
 class MixtralForCausalLM(CausalLM):
     """`model_type` mixtral."""
 
-    expert_matrices: ClassVar = {"w1": "gate", "w3": "up", "w2": "down"}
-    renamed: ClassVar = {".block_sparse_moe.": ".mlp."}
+    expert_names = ("w1", "w3", "w2")
+    mlp_name = "block_sparse_moe"
 
     def mlp(self, layer: int) -> nn.Module:
         return self.moe(self.config.num_local_experts, self.config.intermediate_size, renormalize=True)

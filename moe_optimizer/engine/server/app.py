@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from moe_optimizer.engine.async_llm import AsyncLLM, Indexed, QueueFullError
-from moe_optimizer.engine.llm import default_sampling_params
+from moe_optimizer.engine.llm import default_sampling_params, several
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.server.metrics import Metrics
@@ -47,7 +47,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        params, prompts = body.sampling_params(defaults), body.prompts()
+        params, prompts = body.sampling_params(defaults), several(body.prompt)
         decode = llm.engine.tokenizer.decode if body.echo else None
         echo = decode and [each if isinstance(each, str) else decode(each) for each in prompts]
         reply = Reply(model_name, chat=False, n=params.n, echo=echo)

@@ -49,11 +49,6 @@ class CompletionRequest(ApiRequest):
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         return self._sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
-    def prompts(self) -> list[Any]:
-        """Return one prompt or several as several."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else list(self.prompt)
-
 
 class ChatMessage(BaseModel):
     """One message of a conversation."""

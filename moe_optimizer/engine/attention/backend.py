@@ -1,19 +1,38 @@
-"""Chooses the attention backend of a device."""
+"""`AttentionBackend`: what one computes, and which one a device gets."""
 
 import importlib.util
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
-from moe_optimizer.engine.attention.base import AttentionBackend
+from moe_optimizer.engine.attention.padded_sdpa import PaddedSdpaAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
+from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.log import get_logger
 
 logger = get_logger(__name__)
-BackendName = Literal["auto", "flash", "triton", "sdpa"]
+BackendName = Literal["auto", "flash", "triton", "sdpa", "sdpa_padded"]
 _FLASH_BLOCK = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's tokens over their sequences' keys and values.
+
+    Legend: T tokens, H query heads, K key/value heads, d head size, B blocks, S block size.
+    """
+
+    capturable: bool
+    """Whether a CUDA graph may hold its decodes: no choice of the host depends on the lengths."""
+
+    def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
+        """Store the keys and values in the cache, and return the attention's output [T, H, d].
+
+        cache_2BSKd[0] holds keys, [1] values. Query head h reads key/value head h // (H / K).
+        """
+        ...
 
 
 def make_backend(name: BackendName, device: torch.device, block_size: int) -> AttentionBackend:
@@ -22,6 +41,8 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     Raises:
         UnsupportedError: it was named, and cannot run here.
     """
+    if name == "sdpa_padded":
+        return PaddedSdpaAttention()
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaAttention()
     why_no_flash = _why_no_flash(device, block_size)
