@@ -99,7 +99,9 @@ class QualityOptions(MeasuredServersOptions):
         "--tokens", "N", "Tokens of the text to compare at.  [default: 8192]", whole_number(64, 100_000_000)
     )
     prompts: str | None = option("--prompts", "FILE", "Prompts, one a line, whose outputs to show side by side.")
-    tasks: str | None = option("--tasks", "NAME,...", "Tasks of lm-evaluation-harness, for example mmlu,gsm8k.")
+    tasks: str | None = option(
+        "--tasks", "NAME|FILE,...", "Tasks of lm-evaluation-harness (mmlu,gsm8k), or YAML files of own ones."
+    )
     task_limit: int | None = option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
     run_dir: str | None = option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
 

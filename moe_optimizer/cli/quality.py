@@ -63,12 +63,11 @@ def request_of(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
     from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
     from moe_optimizer.measure.quality.probes import Extent
     from moe_optimizer.measure.quality.request import VLLMS_TOP, QualityRequest
-    from moe_optimizer.measure.quality.tasks import check_harness
+    from moe_optimizer.measure.quality.tasks import check_tasks
     from moe_optimizer.profiles.schema import Quality
 
     tasks = tuple(each.strip() for each in (options.tasks or "").split(",") if each.strip())
-    if tasks:
-        check_harness()
+    check_tasks(tasks)
     texts = shipped_texts() if options.data is None else text_of(Path(options.data))
     prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
     folder = Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}")
