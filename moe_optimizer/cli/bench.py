@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from moe_optimizer.cli.measuring_options import BenchOptions, TrafficOptions
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
-from moe_optimizer.cli.sides import first_side, named_apart, side_of
+from moe_optimizer.cli.sides import first_name, sides_of
 from moe_optimizer.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,22 +54,23 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     from moe_optimizer.measure.bench.side import STOCK
 
     workload, trace = traffic_of(options)
-    sides = [first_side(options, lines=lines)]
-    if options.against != "":
-        sides.append(side_of(options, options.against or STOCK, number=1, lines=lines))
-    return BenchRequest(
+    folder = Path(options.run_dir or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    names = [first_name(options), *([] if options.against == "" else [options.against or STOCK])]
+    request = BenchRequest(
         command=("moe-optimizer", *sys.argv[1:]),
-        sides=named_apart(sides),
+        sides=(),
         workload_name=options.workload,
         workload=workload,
         trace=trace,
         repetitions=options.repetitions or _DEFAULT_REPETITIONS,
         limits=Limits(ttft_ms=options.ttft, tpot_ms=options.tpot),
-        folder=Path(options.run_dir or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}"),
+        folder=folder,
         tokenizer=options.tokenizer or options.model_name,
         trust_remote_code=options.trust_remote_code,
         ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
     )
+    sides = sides_of(options, names, run_dir=folder, lines=lines, fits=request.check_fits)
+    return dataclasses.replace(request, sides=sides)
 
 
 def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceRequest, ...]]:

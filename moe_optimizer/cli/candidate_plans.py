@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 from moe_optimizer import env
 from moe_optimizer.cli import planning
 from moe_optimizer.cli.measuring_options import TuneOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.cli.sides import check_side
 from moe_optimizer.cli.speed_questions import measure_if_needed
 from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.side import STOCK, Side
+from moe_optimizer.measure.tune.trial import STOCK as STOCK_CANDIDATE
 from moe_optimizer.measure.tune.trial import Candidate
 from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Wish
@@ -31,24 +35,31 @@ class CandidatePlans:
     Args:
         options: the command line.
         lines: takes what is done before anything can be planned.
+        run_dir, fits: as of `sides_of`.
 
     Raises:
         InputError: the environment switches everything off.
         MoeOptimizerError: nothing can be planned, or served here, like this.
     """
 
-    def __init__(self, options: TuneOptions, lines: ProgressLines) -> None:
+    def __init__(
+        self, options: TuneOptions, lines: ProgressLines, *, run_dir: Path, fits: Callable[[str, int], None]
+    ) -> None:
         self._checked: set[frozenset[str]] = set()
         self._settings, request = planning.read_request(options)
         if self._settings.disabled:
             raise InputError(f"{env.DISABLE}: got 1, expected a plan to tune", hint=f"unset {env.DISABLE}")
         if request.engine != "vllm":
             raise InputError(f"--engine: got {request.engine}, expected vllm: tune measures what vLLM serves")
-        measure_if_needed(planning.decide_before_measuring(request), self._settings["calibrate"], lines)
-        self._request = planning.after_measuring(request)
         plain = dataclasses.replace(options, switches={}, require=[], strict=False)
         with changed_environment({env.DISABLE: "1"}):
             self._stock_settings, self._stock_request = planning.read_request(plain)
+        unmeasured = planning.decide_before_measuring(request)
+        check_can_serve_here(unmeasured, self._settings)
+        for side in (Side(name="the plan", plan=unmeasured), self.side(STOCK_CANDIDATE, 1)):
+            check_side(side, run_dir=run_dir, fits=fits)
+        measure_if_needed(unmeasured, self._settings["calibrate"], lines)
+        self._request = planning.after_measuring(request)
 
     def plan(self, candidate: Candidate, number: int = 0) -> Plan:
         """Return the plan of a candidate on the port of side `number`.

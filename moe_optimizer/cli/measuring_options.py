@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import typer
 
 from moe_optimizer.cli.option_fields import DECLARATION, argument, choice, flag, option
-from moe_optimizer.cli.option_values import seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import seconds, whole_number
 from moe_optimizer.cli.options import (
-    DEFAULT_CALIBRATE_S,
-    DEFAULT_READY_TIMEOUT_S,
     GRANULARITIES,
     CommonOptions,
     ModelOptions,
     PlanOptions,
+    ServersOptions,
 )
 
 ONLY_TRITON = "triton"
@@ -29,25 +28,7 @@ def _workloads() -> Iterable[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredServersOptions(PlanOptions):
-    """Options of a command that starts servers to measure them."""
-
-    ready_timeout: float | None = option(
-        "--ready-timeout",
-        "SECONDS",
-        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-        seconds,
-    )
-    calibrate: float | None = option(
-        "--calibrate",
-        "SECONDS",
-        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
-        seconds_or_none,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficOptions(MeasuredServersOptions):
+class TrafficOptions(ServersOptions):
     """Options of a command that sends a workload to the servers."""
 
     workload: str = option(
@@ -83,7 +64,7 @@ class BenchOptions(TrafficOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityOptions(MeasuredServersOptions):
+class QualityOptions(ServersOptions):
     """Options of `moe-optimizer quality`."""
 
     plan: str | None = option("--plan", "FILE", "Judge this plan (plan.json of a run) instead of a profile's.")
@@ -99,7 +80,9 @@ class QualityOptions(MeasuredServersOptions):
         "--tokens", "N", "Tokens of the text to compare at.  [default: 8192]", whole_number(64, 100_000_000)
     )
     prompts: str | None = option("--prompts", "FILE", "Prompts, one a line, whose outputs to show side by side.")
-    tasks: str | None = option("--tasks", "NAME,...", "Tasks of lm-evaluation-harness, for example mmlu,gsm8k.")
+    tasks: str | None = option(
+        "--tasks", "NAME|FILE,...", "Tasks of lm-evaluation-harness (mmlu,gsm8k), or YAML files of own ones."
+    )
     task_limit: int | None = option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
     run_dir: str | None = option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
 

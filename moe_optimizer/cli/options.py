@@ -238,18 +238,31 @@ class PlanCommandOptions(AimOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(AimOptions):
+class ServersOptions(PlanOptions):
+    """Options of a command that starts servers."""
+
+    ready_timeout: float | None = option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
+    )
+    calibrate: float | None = option(
+        "--calibrate",
+        "SECONDS",
+        "Time limit for measuring the expert kernels before the start, if no table of kernel speeds fits this "
+        f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(AimOptions, ServersOptions):
     """Options of `moe-optimizer serve` and `run_optimizer.py`."""
 
     plan: str | None = option("--plan", "FILE", "Serve this plan, of `tune` or of a run, as it is; plan nothing.")
     dry_run: bool = flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")
     run_dir: str | None = option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
-    ready_timeout: float | None = option(
-        "--ready-timeout",
-        "SECONDS",
-        f"Stop if the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-        seconds,
-    )
     stall_timeout: float | None = option(
         "--stall-timeout",
         "SECONDS",
@@ -262,13 +275,6 @@ class ServeOptions(AimOptions):
         "Start again, N times at most, when a server that was ready ends or hangs.  [default: 0]",
         whole_number(0, 1000),
         default=0,
-    )
-    calibrate: float | None = option(
-        "--calibrate",
-        "SECONDS",
-        "Time limit for measuring the expert kernels before the start, if no table of kernel speeds fits this "
-        f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
-        seconds_or_none,
     )
     no_warm_up: bool = flag("--no-warm-up", "Be ready as soon as vLLM answers, although first requests may compile.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from moe_optimizer.cli.options import AimOptions, ServeOptions
@@ -28,12 +29,31 @@ def read_plan(options: ServeOptions) -> Plan:
     assert options.plan is not None, "the caller has looked"
     _check_nothing_else_planned(options)
     plan = Plan.load(Path(options.plan))
-    origin = f"--plan {options.plan}"
+    check_is_for_here(plan, origin=f"--plan {options.plan}", model=options.named_model)
+    settings = resolve(dataclasses.replace(options, model=plan.model.path, model_argument=None), read_environment())
+    if settings.disabled:
+        plan = plan.replace(serve_args=plan.plain_args)
+    if not options.dry_run:
+        check_can_serve_here(plan, settings)
+    return plan
+
+
+def check_is_for_here(plan: Plan, *, origin: str, model: str | None) -> None:
+    """Refuse a plan that was made for something else than what it is to serve, and where.
+
+    Args:
+        plan: of a file.
+        origin: names it in messages.
+        model: that it should be for; None: any.
+
+    Raises:
+        InputError: it is for another engine or model.
+        UnsupportedError: it is for another machine or vLLM.
+    """
     if plan.engine != "vllm":
         raise InputError(f"{origin}: is for engine {plan.engine}, expected one for vllm", hint="serve with --engine")
-    named = options.named_model
-    if named is not None and named not in (plan.model.name, plan.model.path):
-        raise InputError(f"{origin}: is for model {plan.model.name}, got --model {named}", hint="leave --model out")
+    if model is not None and model != plan.model.name and os.path.realpath(model) != os.path.realpath(plan.model.path):
+        raise InputError(f"{origin}: is for model {plan.model.name}, got {model}", hint="plan for this model")
     here, planned = probe_hardware(), plan.hardware
     if plan.num_gpus and planned.gpu is not None:
         found = f"{here.num_gpus} x {here.gpu.name}" if here.gpu else "no GPU"
@@ -45,12 +65,6 @@ def read_plan(options: ServeOptions) -> Plan:
         raise UnsupportedError(
             f"{origin}: is for vLLM {plan.vllm_version}, but {vllm.version} is installed", hint="plan again here"
         )
-    settings = resolve(dataclasses.replace(options, model=plan.model.path, model_argument=None), read_environment())
-    if settings.disabled:
-        plan = plan.replace(serve_args=plan.plain_args)
-    if not options.dry_run:
-        check_can_serve_here(plan, settings)
-    return plan
 
 
 def _check_nothing_else_planned(options: ServeOptions) -> None:

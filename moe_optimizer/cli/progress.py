@@ -70,12 +70,12 @@ class ProgressLines:
 def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[OnStep]:
     """Show on stderr how far the block is: a bar where it is a terminal that takes colours, else a line for each step.
 
-    SIGTERM and SIGHUP end the block as Ctrl-C does.
+    SIGTERM and SIGHUP end the block as Ctrl-C does; the last line says that it was interrupted.
 
     Args:
         title: stands before the bar.
-        lines: takes the lines; they are released once something was done, since what ends the command then is no
-            refusal. None: without a terminal nothing is shown.
+        lines: takes the lines; they are released with the first step, since what ends the command then is no refusal.
+            None: without a terminal nothing is shown.
 
     Yields:
         What takes the share that is done, and what was done last.
@@ -83,11 +83,10 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
 
     def line(share: float, text: str) -> None:
         if lines is not None:
+            lines.release()
             lines.line(f"{share:4.0%}  {text}")
-            if share > 0:
-                lines.release()
 
-    with clean_termination():
+    with clean_termination(), _interrupts_said(lines):
         if not messages.use_color(sys.stderr):
             yield line
             return
@@ -104,3 +103,16 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
             if error.errno == errno.EIO and isinstance(error.__context__, SystemExit):
                 raise error.__context__ from None
             raise
+
+
+@contextlib.contextmanager
+def _interrupts_said(lines: ProgressLines | None) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        # Ctrl-C also ends the reader of a pipe.
+        with contextlib.suppress(OSError):
+            if lines is not None:
+                lines.release()
+                lines.line("interrupted")
+        raise

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import judgement, messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.engine_checks import missing_packages
 from moe_optimizer.cli.measuring_options import QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
-from moe_optimizer.cli.sides import first_side, named_apart, side_of
+from moe_optimizer.cli.sides import URL, first_name, sides_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -62,20 +63,16 @@ def request_of(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
     from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
     from moe_optimizer.measure.quality.probes import Extent
     from moe_optimizer.measure.quality.request import VLLMS_TOP, QualityRequest
-    from moe_optimizer.measure.quality.tasks import check_harness
+    from moe_optimizer.measure.quality.tasks import check_tasks
     from moe_optimizer.profiles.schema import Quality
 
     tasks = tuple(each.strip() for each in (options.tasks or "").split(",") if each.strip())
-    if tasks:
-        check_harness()
+    check_tasks(tasks)
     texts = shipped_texts() if options.data is None else text_of(Path(options.data))
     prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
-    plan = first_side(options, lines=lines)
-    if plan.plan is None:
-        raise InputError("--plan: got a URL, expected the file of a plan", hint="judge a server with --against URL")
-    reference = _reference(options, lines)
-    plan, reference = named_apart([plan, reference])
-    assert plan.plan is not None, "checked above"
+    folder = Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}")
+    plan, reference = _sides(options, folder, lines)
+    assert plan.plan is not None, "a URL is refused"
     settings = Quality.model_validate_json(json.dumps(plan.plan.profile.get("quality", {}))).model_dump()
     top = settings.pop("top_logprobs")
     alone, not_alone = _alone(options, plan.plan)
@@ -93,26 +90,34 @@ def request_of(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
         tasks=tasks,
         task_limit=options.task_limit,
         model=options.model_name,
-        folder=Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}"),
+        folder=folder,
         ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
         environment=environment_of(plan.plan),
     )
 
 
-def _reference(options: QualityOptions, lines: ProgressLines) -> Side:
+def _sides(options: QualityOptions, folder: Path, lines: ProgressLines) -> tuple[Side, Side]:
+    """Return the side that is judged and its reference.
+
+    Raises:
+        MoeOptimizerError: as `sides_of`; a URL is to be judged, or the embedded engine is no reference here.
+    """
     from moe_optimizer.measure.bench.side import STOCK, Side
     from moe_optimizer.measure.quality.request import EMBEDDED
 
+    judged = first_name(options)
+    if judged.startswith(URL):
+        raise InputError("--plan: got a URL, expected the file of a plan", hint="judge a server with --against URL")
     if options.against != EMBEDDED:
-        return side_of(options, options.against or STOCK, number=1, lines=lines)
-    from moe_optimizer.cli.engine_checks import missing_packages
-
+        plan, reference = sides_of(options, (judged, options.against or STOCK), run_dir=folder, lines=lines)
+        return plan, reference
     if absent := missing_packages():
         raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
     for flag, value in (("--prompts", options.prompts), ("--tasks", options.tasks)):
         if value is not None:
             raise InputError(f"{flag}: the embedded engine is a reference for distributions alone", hint="leave it out")
-    return Side(name=EMBEDDED, plan=None)
+    (plan,) = sides_of(options, (judged,), run_dir=folder, lines=lines)
+    return plan, Side(name=EMBEDDED, plan=None)
 
 
 def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Mapping[str, str]]:

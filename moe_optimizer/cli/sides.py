@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,56 +12,169 @@ from moe_optimizer import env
 from moe_optimizer.cli.measuring_options import BenchOptions, QualityOptions
 from moe_optimizer.cli.options import DEFAULT_PORT
 from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.errors import InputError
 from moe_optimizer.process_environment import changed_environment
 
 if TYPE_CHECKING:
+    from moe_optimizer.cli.settings import Settings
     from moe_optimizer.measure.bench.side import Side
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.plan_context.request import PlanRequest
 
 _DEFAULT_PROFILE = "balanced"
-_URL = ("http://", "https://")
+_PORT = "--port"
+URL = ("http://", "https://")
 
 
-def side_of(options: BenchOptions | QualityOptions, what: str, *, number: int, lines: ProgressLines) -> Side:
-    """Return the side that a name means: `stock`, a URL, a plan's file or a profile.
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A side that nothing refuses any more."""
+
+    side: Side
+    unmeasured: tuple[Settings, PlanRequest] | None = None
+    """Of a profile: its plan is made again once its kernels are measured."""
+
+
+def first_name(options: BenchOptions | QualityOptions) -> str:
+    """Return what --plan or --profile calls the first side."""
+    return options.plan or options.profile or _DEFAULT_PROFILE
+
+
+def sides_of(
+    options: BenchOptions | QualityOptions,
+    names: Sequence[str],
+    *,
+    run_dir: Path,
+    lines: ProgressLines,
+    fits: Callable[[str, int], None] = lambda _name, _max_model_len: None,
+) -> tuple[Side, ...]:
+    """Return the sides that names mean, each of them `stock`, a URL, a plan's file or a profile.
+
+    Nothing is measured until each of them is known to be one that can be served, or is served, here.
+
+    Args:
+        options: the command line, of which all sides are planned.
+        names: of the sides, in order; each has a port of its own.
+        run_dir: gets the servers' run folders.
+        lines: takes what is measured before anything can be planned.
+        fits: refuses a side of that name, which takes requests of at most so many tokens.
 
     Raises:
         MoeOptimizerError: nothing can be planned, or served here, like this.
     """
-    from moe_optimizer.cli import planning
-    from moe_optimizer.cli.preflight import check_can_serve_here
-    from moe_optimizer.cli.speed_questions import measure_if_needed
-    from moe_optimizer.measure.bench.side import STOCK, Side
-    from moe_optimizer.plan.plan import Plan
+    checked: list[_Checked] = []
+    for number, name in enumerate(names):
+        each = _checked(options, name, number)
+        side = _on_its_own_port(each.side, [other.side for other in checked])
+        check_side(side, run_dir=run_dir, fits=fits)
+        checked.append(dataclasses.replace(each, side=side))
+    return _named_apart([_measured(each, lines) for each in checked])
 
-    if what.startswith(_URL):
-        return Side(name=f"server {number + 1}", plan=None, url=what.rstrip("/").removesuffix("/v1"))
+
+def check_side(side: Side, *, run_dir: Path, fits: Callable[[str, int], None]) -> None:
+    """Refuse what would fail when the servers of a side are started; leave nothing behind.
+
+    Args:
+        side: that is to be served, or answers.
+        run_dir: as of `sides_of`.
+        fits: as of `sides_of`.
+
+    Raises:
+        InputError: an address is taken, the folder cannot be written, or no server answers.
+        UnsupportedError: something that is needed is missing.
+    """
+    from moe_optimizer.launcher import launch
+    from moe_optimizer.measure.bench.side import ask
+
+    if side.plan is None:
+        assert side.url is not None, "a side has a plan or a URL"
+        fits(side.name, ask(side.url).max_model_len)
+        return
+    # A folder of its own: what is in `run_dir` stays, and the servers' folders are below it.
+    launch.check(side.plan, run_dir=run_dir / "check")
+    if (length := side.plan.serve_args.count("--max-model-len") or side.plan.model.max_model_len) is not None:
+        fits(side.name, length)
+
+
+def _checked(options: BenchOptions | QualityOptions, what: str, number: int) -> _Checked:
+    from moe_optimizer.cli import planning
+    from moe_optimizer.cli.planned_file import check_is_for_here
+    from moe_optimizer.cli.preflight import check_can_serve_here
+    from moe_optimizer.measure.bench.side import STOCK, Side
+    from moe_optimizer.near_match import did_you_mean
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.profiles import profile_names
+
+    if what.startswith(URL):
+        url = what.rstrip("/").removesuffix("/v1")
+        return _Checked(Side(name=f"server {number + 1}", plan=None, url=url))
     if what.endswith(".json"):
-        return Side(name=Path(what).stem, plan=Plan.load(Path(what)))
+        plan = Plan.load(Path(what))
+        check_is_for_here(plan, origin=what, model=options.model_name)
+        return _Checked(Side(name=Path(what).stem, plan=plan))
+    if what not in (STOCK, *profile_names()) and "/" not in what and not what.endswith((".yaml", ".yml")):
+        raise InputError(
+            f"{'--against' if number else '--plan or --profile'}: got {what!r}, expected {STOCK}, a profile "
+            f"({', '.join(profile_names())}, or a .yaml file), the file of a plan (.json) or a URL",
+            hint=did_you_mean(what, (STOCK, *profile_names())),
+        )
     options = dataclasses.replace(options, port=(options.port or DEFAULT_PORT) + number)
     if what == STOCK:
         # The switches are wishes for the other side: here they would contradict the one that switches everything off.
         plain = dataclasses.replace(options, switches={}, require=[], strict=False)
         with changed_environment({env.DISABLE: "1"}):
             settings, request = planning.read_request(plain)
-    else:
-        settings, request = planning.read_request(dataclasses.replace(options, profile=what))
-        measure_if_needed(planning.decide_before_measuring(request), settings["calibrate"], lines)
-        request = planning.after_measuring(request)
-    plan = planning.decide(settings, request)
+            plan = planning.decide(settings, request)
+        check_can_serve_here(plan, settings)
+        return _Checked(Side(name=STOCK, plan=plan))
+    settings, request = planning.read_request(dataclasses.replace(options, profile=what))
+    plan = planning.decide_before_measuring(request)
     check_can_serve_here(plan, settings)
-    return Side(name=STOCK if what == STOCK else plan.profile_name, plan=plan)
+    return _Checked(Side(name=plan.profile_name, plan=plan), (settings, request))
 
 
-def first_side(options: BenchOptions | QualityOptions, *, lines: ProgressLines) -> Side:
-    """Return the side of --plan or --profile.
+def _measured(checked: _Checked, lines: ProgressLines) -> Side:
+    """Return a side with the plan that is served, after its kernels were measured."""
+    from moe_optimizer.cli import planning
+    from moe_optimizer.cli.preflight import check_can_serve_here
+    from moe_optimizer.cli.speed_questions import measure_if_needed
+
+    if checked.unmeasured is None:
+        return checked.side
+    assert checked.side.plan is not None, "a profile has a plan"
+    settings, request = checked.unmeasured
+    measure_if_needed(checked.side.plan, settings["calibrate"], lines)
+    plan = planning.decide(settings, planning.after_measuring(request))
+    check_can_serve_here(plan, settings)
+    return dataclasses.replace(checked.side, plan=plan)
+
+
+def _on_its_own_port(side: Side, others: Sequence[Side]) -> Side:
+    """Move a plan of a file to another port where an earlier side has the one it names.
 
     Raises:
-        MoeOptimizerError: as `side_of`.
+        InputError: it is of several servers, whose ports belong together.
     """
-    return side_of(options, options.plan or options.profile or _DEFAULT_PROFILE, number=0, lines=lines)
+    from moe_optimizer.plan.serve_args import ServeArguments
+
+    taken = {_port(each.plan) for each in others if each.plan is not None}
+    if side.plan is None or _port(side.plan) not in taken:
+        return side
+    if side.plan.group is not None:
+        raise InputError(
+            f"--against {side.name}: its router listens on port {_port(side.plan)}, as the other side does",
+            hint="plan it again with another --port",
+        )
+    port = next(each for each in range(_port(side.plan) + 1, 1 << 16) if each not in taken)
+    arguments = side.plan.serve_args.overridden_by(ServeArguments(_PORT, str(port)))
+    return dataclasses.replace(side, plan=side.plan.replace(serve_args=arguments))
 
 
-def named_apart(sides: list[Side]) -> tuple[Side, ...]:
+def _port(plan: Plan) -> int:
+    return int(plan.serve_args.value(_PORT) or DEFAULT_PORT)
+
+
+def _named_apart(sides: list[Side]) -> tuple[Side, ...]:
     """Give two sides of the same name different ones: A against A is a fair question."""
     if len(sides) > 1 and sides[0].name == sides[1].name:
         sides[1] = dataclasses.replace(sides[1], name=f"{sides[1].name} again")

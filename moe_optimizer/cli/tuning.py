@@ -56,6 +56,7 @@ class Tuning:
         self._goal = parse_goal(options.goal or _DEFAULT_GOAL)
         self._folder = Path(options.run_dir or f"runs/tune-{time.strftime('%Y%m%d-%H%M%S')}")
         self._budget_s = options.budget or _DEFAULT_BUDGET_S
+        self._template = self._traffic()
         self._entries: list[Entry] = []
 
     def result(self) -> TuneResult:
@@ -65,15 +66,15 @@ class Tuning:
             ServerFailedError: nothing could be measured.
         """
         with messages.held_messages(verbose=self._options.verbose):
-            plans = CandidatePlans(self._options, self._lines)
+            plans = self._plans()
             plan = plans.plan(Candidate())
         make_run_folder(self._folder)
         triton_s = 0.0
         if plan.num_gpus:
             triton_s = self._tuned_triton()
-            plans = CandidatePlans(self._options, self._lines)
+            plans = self._plans()
             plan = plans.plan(Candidate())
-        template, question = self._template(plan), self._question(plan)
+        template, question = self._sent_to(plan), self._question(plan)
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
@@ -88,6 +89,9 @@ class Tuning:
                 hint=f"{self._folder / _LEDGER_FILE} has what was tried",
             )
         return result
+
+    def _plans(self) -> CandidatePlans:
+        return CandidatePlans(self._options, self._lines, run_dir=self._folder, fits=self._template.check_fits)
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
@@ -141,13 +145,9 @@ class Tuning:
         write_atomically(self._folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
         return result
 
-    def _template(self, plan: Plan) -> BenchRequest:
-        """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
+    def _traffic(self) -> BenchRequest:
         options = self._options
         workload, trace = traffic_of(options)
-        is_default = options.workload == DEFAULT_WORKLOAD and not options.clients and not options.rates
-        if workload is not None and is_default:
-            workload = workload.model_copy(update={"clients": (plan.workload.batch_size,), "rates": ()})
         return BenchRequest(
             command=("moe-optimizer", *sys.argv[1:]),
             sides=(),
@@ -161,6 +161,15 @@ class Tuning:
             trust_remote_code=options.trust_remote_code,
             ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
         )
+
+    def _sent_to(self, plan: Plan) -> BenchRequest:
+        """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
+        options, workload = self._options, self._template.workload
+        is_default = options.workload == DEFAULT_WORKLOAD and not options.clients and not options.rates
+        if workload is None or not is_default:
+            return self._template
+        load = {"clients": (plan.workload.batch_size,), "rates": ()}
+        return dataclasses.replace(self._template, workload=workload.model_copy(update=load))
 
     def _question(self, plan: Plan) -> Question:
         return Question(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -18,10 +18,22 @@ _ASK_AFTER_S = 3.0
 
 
 class Heartbeat:
-    """The forward progress of one server, engine by engine, from its counters."""
+    """The forward progress of one server, engine by engine, from its counters.
 
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
+    Args:
+        client: of the server.
+        read: reads its counters: None where it publishes none.
+        named: what messages call the process that answers.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        *,
+        read: Callable[[ServerClient], Mapping[str, Traffic] | None] = read_traffic,
+        named: str = "API server",
+    ) -> None:
+        self._client, self._read, self._named = client, read, named
         self._progress_at = {"": time.monotonic()}
         self._warned = False
         self._answers = True
@@ -46,7 +58,7 @@ class Heartbeat:
         """
         before = self._engines
         try:
-            found = read_traffic(self._client)
+            found = self._read(self._client)
             self._engines, self.counts, self._answers = found or {}, found is not None, True
         except (OSError, ValueError):
             self._answers = False
@@ -73,19 +85,21 @@ class Heartbeat:
 
         Args:
             stalled_s: for how long.
-            pid: the API server.
+            pid: the process that answers.
             proofs: of the other processes.
         """
         what = f"has made no progress for {stalled_s:.0f} s"
         if self._answers and self._engines:
             what += f" with {self.unfinished} unfinished request{'' if self.unfinished == 1 else 's'}"
-        named = {pid: "API server", **{proof.pid: named_role(proof.role) for proof in proofs}}
+        named = {pid: self._named, **{proof.pid: named_role(proof.role) for proof in proofs}}
         stopped = [f"{name} {each} is stopped" for each, name in named.items() if _is_stopped(each)]
         slowest = min(self._progress_at, key=lambda name: self._progress_at[name])
         cores = [proof for proof in proofs if proof.role == "engine"]
         asked = [proof for proof in cores if len(cores) == 1 or str(proof.rank) == slowest] or cores
         engines = [f"{named[proof.pid]} {proof.pid} does not answer it" for proof in asked]
-        return f"{what}: {', '.join(stopped or (engines if self._answers else [f'API server {pid} does not answer']))}"
+        return (
+            f"{what}: {', '.join(stopped or (engines if self._answers else [f'{self._named} {pid} does not answer']))}"
+        )
 
 
 def _gets_on(before: Traffic | None, now: Traffic) -> bool:

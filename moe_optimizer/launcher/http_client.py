@@ -42,10 +42,10 @@ class ServerClient:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
 
-    def healthy(self) -> bool:
-        """Whether /health answers 200 now."""
+    def healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
+        """Whether /health answers 200 now, within so many seconds."""
         try:
-            with self._opener.open(f"{self.base_url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
+            with self._opener.open(f"{self.base_url}/health", timeout=timeout_s) as response:
                 return response.status == 200
         except (OSError, http.client.HTTPException):
             return False

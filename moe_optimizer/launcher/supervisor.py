@@ -15,6 +15,7 @@ from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
+from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.http_client import api_key
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.served import Served
@@ -24,6 +25,7 @@ from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
 from moe_optimizer.launcher.start_up_progress import StartUpProgress
 from moe_optimizer.launcher.stop_signals import StopRequestedError
+from moe_optimizer.launcher.traffic import read_router
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
@@ -74,6 +76,7 @@ class Supervisor:
         self._served = served or Served()
         self._ready = self._hangs = self._disk_is_full = False
         self._stops: Sequence[int] = ()
+        self._beats: list[tuple[Service, Heartbeat]] = []
         self._deployment = Deployment(plan, RunFolder(run_dir), restarts=self._served.restarts)
         self._evidence = Evidence(plan, self._deployment, require, strict=strict)
         self._followers = contextlib.ExitStack()
@@ -155,9 +158,12 @@ class Supervisor:
             together=self._plan.decision("disaggregation").status is Status.ON,
         )
         self._ready = True
-        for server, heartbeat in zip(self._deployment.servers, self._served.heartbeats, strict=True):
+        self._beats = list(zip(self._deployment.servers, self._served.heartbeats, strict=True))
+        for server, heartbeat in self._beats:
             if not heartbeat.counts:
                 self._echo(f"warning: {server.title} publishes no counts of its requests: a stall will not be noticed")
+        if (router := self._deployment.router) is not None:
+            self._beats.append((router, Heartbeat(router.client, read=read_router, named=router.title)))
         return ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
@@ -225,8 +231,12 @@ class Supervisor:
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
     def _look_for_stalls(self) -> None:
-        for server, heartbeat in zip(self._deployment.servers, self._served.heartbeats, strict=True):
-            stalled_s = heartbeat.beat()
+        stalled = [(*each, each[1].beat()) for each in self._beats]
+        servers_s = max(stalled_s for server, _, stalled_s in stalled if server is not self._deployment.router)
+        for server, heartbeat, stalled_s in stalled:
+            if server is self._deployment.router and servers_s > _LIVENESS_INTERVAL_S:
+                # It may only wait for that server.
+                continue
             hangs = 0 < self._stall_timeout_s <= stalled_s
             if hangs or heartbeat.warning(stalled_s):
                 what = heartbeat.in_words(stalled_s, server.pid, self._evidence.proofs_of(server))

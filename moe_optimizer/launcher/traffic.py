@@ -51,6 +51,16 @@ def read_traffic(client: ServerClient) -> Mapping[str, Traffic] | None:
     return {number: _traffic(values) for number, values in engines.items() if _RUNNING in values}
 
 
+def read_router(client: ServerClient) -> None:
+    """Look whether a router answers, which gets on for as long as it does: it computes and counts nothing.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    if not client.healthy(timeout_s=_TIMEOUT_S):
+        raise TimeoutError(f"{client.base_url}/health does not answer 200")
+
+
 def _traffic(values: Mapping[str, float]) -> Traffic:
     known = values[_RUNNING] + values.get(_WAITING, 0.0)
     unfinished = round(max(known, values.get(UNFINISHED_METRIC, 0.0)))

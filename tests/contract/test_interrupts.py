@@ -1,11 +1,18 @@
-"""Ctrl-C ends the command with exit code 130 and without a word, whatever it was doing."""
+"""A stop ends the command at once, whatever it was doing: Ctrl-C without a word while nothing was said yet."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from tests.eventually import eventually, is_running
+from tests.free_ports import four_free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -59,3 +66,27 @@ def test_an_interrupt_while_planning_is_quiet(
     assert (finished.stdout, finished.stderr) == ("", "")
     assert finished.left_running == ()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_stop_while_kernels_are_measured_says_so_and_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ["--port", str(four_free_ports()), "--run-dir", str(tmp_path / "run"), "--calibrate", "60"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "moe_optimizer", "serve", str(TINY_MOE), *words],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        assert command.stderr is not None
+        assert command.stdout is not None
+        said = command.stderr.readline()
+        assert "--calibrate" in said, said
+        measuring = eventually(lambda: psutil.Process(command.pid).children(recursive=True))
+        command.send_signal(number)
+        assert command.stderr.read().splitlines()[-1] == "interrupted"
+        assert command.stdout.read() == ""
+    assert command.returncode == 128 + number
+    assert not [each.pid for each in measuring if is_running(each.pid)]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.result import Limits
 from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import Side
@@ -53,6 +54,19 @@ class BenchRequest:
         if self.workload is not None:
             return self.workload.longest
         return max(each.input_length + each.output_length for each in self.trace)
+
+    def check_fits(self, name: str, max_model_len: int) -> None:
+        """Refuse a server that takes no requests as long as these.
+
+        Raises:
+            InputError: it does not.
+        """
+        if max_model_len < self.longest:
+            raise InputError(
+                f"workload {self.workload_name}: has requests of up to {self.longest} tokens, but {name} takes "
+                f"at most {max_model_len}",
+                hint="choose another --workload",
+            )
 
     @property
     def side_by_side(self) -> bool:

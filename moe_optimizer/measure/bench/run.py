@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 from moe_optimizer import __version__
-from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
@@ -102,12 +102,7 @@ def _part(on_step: OnStep, number: int, parts: int) -> OnStep:
 def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]:
     name = request.sides[side].name
     with opened(request.sides[side], run_dir=request.folder / key, ready_timeout_s=request.ready_timeout_s) as server:
-        if server.max_model_len < request.longest:
-            raise InputError(
-                f"workload {request.workload_name}: has requests of up to {request.longest} tokens, but {name} takes "
-                f"at most {server.max_model_len}",
-                hint="choose another --workload",
-            )
+        request.check_fits(name, server.max_model_len)
         server.check_alive(name)
         yield server
 

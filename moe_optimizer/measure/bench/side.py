@@ -160,7 +160,7 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
         ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
     """
     if side.url is not None:
-        yield _asked(side.url)
+        yield ask(side.url)
         return
     assert side.plan is not None, "a side has a plan or a URL"
     changes: Mapping[str, str] = {env.DISABLE: "1"} if side.name == STOCK else {}
@@ -188,7 +188,12 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
         )
 
 
-def _asked(url: str) -> RunningSide:
+def ask(url: str) -> RunningSide:
+    """Return the server at a URL, that somebody else started.
+
+    Raises:
+        InputError: none answers there.
+    """
     client = ServerClient(url, api_key())
     try:
         return RunningSide(

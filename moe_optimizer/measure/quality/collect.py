@@ -58,7 +58,8 @@ class Asked:
             ServerFailedError: it does not answer, or refuses the request.
         """
         rows: list[Row] = []
-        for first, prompts in self._requests(probe):
+        requests = [probe.prompts] if probe.together else [(prompt,) for prompt in probe.prompts]
+        for first, prompts in enumerate(requests):
             choices = self._choices(prompts, probe)
             for number, choice in enumerate(choices or [None] * len(prompts)):
                 prompt = prompts[number]
@@ -73,13 +74,6 @@ class Asked:
         """
         body = {"model": self._model, "prompt": list(prompts), "max_tokens": max_tokens, "temperature": 0}
         return tuple(choice["text"] for choice in self._sent(body))
-
-    def _requests(self, probe: Probe) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
-        if probe.together:
-            yield 0, probe.prompts
-            return
-        for number, prompt in enumerate(probe.prompts):
-            yield number, (prompt,)
 
     def _choices(self, prompts: tuple[tuple[int, ...], ...], probe: Probe) -> list[dict[str, Any]] | None:
         body: dict[str, Any] = {

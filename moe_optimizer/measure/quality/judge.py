@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from moe_optimizer.measure.quality.intervals import Estimate
@@ -62,18 +63,9 @@ def named(
     """
     culprits = [failure for _, failures in alone for failure in failures]
     if failed and not culprits and len(on) == 1:
-        return [_of(on[0], failure) for failure in failed]
-    return [*culprits, *(each for each in failed if not _explained(each, culprits))]
-
-
-def _explained(failure: Failure, culprits: Sequence[Failure]) -> bool:
-    return any((each.where, each.metric) == (failure.where, failure.metric) for each in culprits)
-
-
-def _of(pass_name: str, failure: Failure) -> Failure:
-    return Failure(
-        pass_name=pass_name, where=failure.where, metric=failure.metric, value=failure.value, limit=failure.limit
-    )
+        return [dataclasses.replace(failure, pass_name=on[0]) for failure in failed]
+    explained = {(each.where, each.metric) for each in culprits}
+    return [*culprits, *(each for each in failed if (each.where, each.metric) not in explained)]
 
 
 def _failures(

@@ -12,18 +12,19 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.measure.process import OnStep, answer_request, run_measurement
 from moe_optimizer.measure.quality.intervals import estimate, mean
 from moe_optimizer.measure.quality.result import TaskResult
+from moe_optimizer.yaml_document import read_yaml
 
 TaskAnswers = Mapping[str, Mapping[str, float]]
 """"TASK METRIC" -> question -> score, 1 for a right answer."""
@@ -47,16 +48,33 @@ class TaskRequest:
     """Of the file to write."""
 
 
-def check_harness() -> None:
-    """Refuse tasks without the harness.
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Refuse tasks without the harness, and files that are no task.
 
     Raises:
-        UnsupportedError: it is not installed.
+        InputError: a file cannot be read or names no task.
+        UnsupportedError: the harness is not installed.
     """
-    if importlib.util.find_spec("lm_eval") is None:
+    for each in tasks:
+        _specified(each)
+    if tasks and importlib.util.find_spec("lm_eval") is None:
         raise UnsupportedError(
             "--tasks: lm-evaluation-harness is not installed", hint="run: pip install 'moe-optimizer[eval]'"
         )
+
+
+def _specified(task: str) -> str | dict[str, Any]:
+    """Return what the harness takes for a task: a name that it knows, or what the user's own file says.
+
+    Raises:
+        InputError: the file cannot be read or names no task.
+    """
+    if not task.endswith((".yaml", ".yml")):
+        return task
+    found = read_yaml(Path(task), origin=f"--tasks {task}", what="task").data
+    if not isinstance(found, dict) or not isinstance(found.get("task"), str):
+        raise InputError(f"--tasks {task}: has no key task, expected the name of the task that it describes")
+    return found
 
 
 def tasks_path(folder: Path) -> Path:
@@ -107,7 +125,7 @@ def ask(request: TaskRequest, on_step: OnStep) -> int:
             "max_retries": 3,
             "tokenized_requests": True,
         },
-        tasks=list(request.tasks),
+        tasks=[_specified(each) for each in request.tasks],
         limit=request.limit,
         log_samples=True,
         bootstrap_iters=0,

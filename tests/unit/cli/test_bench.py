@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.cli.main import main
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import ExitCode, InputError
+from moe_optimizer.launcher import launch
 from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.side import STOCK
@@ -25,6 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
         raise InputError("noted")
 
     monkeypatch.setattr(run, "run_bench", note)
+    monkeypatch.setattr(launch, "check", lambda *_, **__: None)
     return requests
 
 
@@ -38,6 +40,17 @@ def test_a_switch_is_a_wish_for_the_first_side_and_not_for_stock_vllm(wish: str,
     assert ours.plan.decision(name).wish.value == ("on" if wish.startswith("--enable") else "off")
     assert (stock.name, stock.passes) == (STOCK, ())
     assert not stock.plan.plugin_decisions
+
+
+def test_two_plans_of_files_that_name_one_port_listen_on_two(
+    asked: list[BenchRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", TINY_MOE, "--port", "8123", "--json"]) == ExitCode.OK
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(capsys.readouterr().out or (tmp_path / "a.json").read_text(), encoding="utf-8")
+    main(["bench", TINY_MOE, "--plan", str(tmp_path / "a.json"), "--against", str(tmp_path / "b.json")])
+    ports = [side.plan.serve_args.value("--port") for side in asked[0].sides if side.plan is not None]
+    assert ports == ["8123", "8124"]
 
 
 def test_what_must_run_must_run_on_the_first_side_alone(asked: list[BenchRequest]) -> None:

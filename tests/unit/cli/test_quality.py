@@ -11,6 +11,9 @@ import pytest
 
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
+from moe_optimizer.launcher import launch
+from moe_optimizer.measure.bench import side
+from moe_optimizer.measure.bench.side import RunningSide
 from moe_optimizer.measure.quality import run
 from moe_optimizer.measure.quality.request import QualityRequest
 from tests.builders.quality import failure, quality_result
@@ -31,6 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[QualityReques
 
     monkeypatch.setattr(run, "run_quality", kept)
     monkeypatch.setattr("moe_optimizer.cli.preflight.check_can_serve_here", lambda *_: None)
+    monkeypatch.setattr(launch, "check", lambda *_, **__: None)
     return requests
 
 
@@ -64,7 +68,11 @@ def test_each_pass_is_planned_alone_with_what_it_cannot_do_without(asked: list[Q
     assert "expert_load" not in alone["flash_dmoe"].side.passes
 
 
-def test_a_server_named_by_its_url_is_asked_for_what_it_may_tell(asked: list[QualityRequest]) -> None:
+def test_a_server_named_by_its_url_is_asked_for_what_it_may_tell(
+    asked: list[QualityRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = RunningSide(base_url="http://127.0.0.1:1", model="m", max_model_len=512, ready_s=None, info=None)
+    monkeypatch.setattr(side, "ask", lambda url: answers)
     arguments = ["--calibrate", "0", "--against", "http://127.0.0.1:1/v1"]
     assert main(["quality", TINY_MOE, *arguments]) == ExitCode.QUALITY_FAILED
     assert asked[0].top_logprobs == 20

@@ -14,6 +14,7 @@ import pytest
 from moe_optimizer.cli import tuning
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode, ServerFailedError
+from moe_optimizer.launcher import launch
 from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts
@@ -73,6 +74,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
             }  # fmt: skip
             Path(each.samples).write_text(json.dumps(samples), encoding="utf-8")
 
+    monkeypatch.setattr(launch, "check", lambda *_, **__: None)
     monkeypatch.setattr(run, "opened", opened)
     monkeypatch.setattr(run, "run_measurement", send)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from moe_optimizer.measure.quality.tasks import compare_tasks, mcnemar, scores
+from moe_optimizer.errors import InputError
+from moe_optimizer.measure.quality.tasks import check_tasks, compare_tasks, mcnemar, scores
 
 
 @pytest.mark.parametrize(("one", "other", "p"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375)])
@@ -31,3 +34,14 @@ def test_scores_are_read_from_what_the_harness_logs() -> None:
         "mmlu_law acc": {"0": 1.0, "1": 0.0},
         "gsm8k exact_match (strict-match)": {"0": 1.0},
     }
+
+
+@pytest.mark.parametrize(
+    "content", [None, "- a list\n", "tsk: own\n", "task: own\nprocess_docs: !function own.process\n"]
+)
+def test_a_file_that_is_no_task_is_refused_by_its_name(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=str(file)):
+        check_tasks(["mmlu", str(file)])
