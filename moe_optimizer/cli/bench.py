@@ -42,6 +42,7 @@ def command(options: BenchOptions) -> messages.Output:
     if options.html is not None:
         check_report_path(Path(options.html))
     request = _request(options, lines)
+    lines.release()
     with progress_bar("bench", lines=lines) as show:
         result = run_bench(request, on_step=show)
     notes = () if options.html is None else (write_report([request.folder], Path(options.html)),)

@@ -44,6 +44,7 @@ def command(options: QualityOptions) -> messages.Output:
 
     lines = ProgressLines(verbose=options.verbose)
     request = request_of(options, lines)
+    lines.release()
     with progress_bar("quality", lines=lines) as show:
         result = run_quality(request, on_step=show)
     notes = ()

@@ -76,6 +76,7 @@ class Tuning:
             plan = plans.plan(Candidate())
         template, question = self._sent_to(plan), self._question(plan)
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
+        self._lines.release()
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
                 side_of=plans.side, template=template, goal=self._goal, judge=self._judge,

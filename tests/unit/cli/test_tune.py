@@ -116,6 +116,20 @@ def test_a_setting_that_wins_is_in_the_plan(served: list[Slowness], tmp_path: Pa
     assert Plan.load(tmp_path / "run" / "plan.json").serve_args.value("--max-num-batched-tokens") == "4096"
 
 
+def test_a_pipe_is_told_what_is_started_before_it_is_measured(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[str] = []
+
+    def listen(plan: Plan) -> float:
+        heard.append(capsys.readouterr().err)
+        return 1.0
+
+    served.append(listen)
+    tune(tmp_path / "run")
+    assert "the plan against stock vLLM" in heard[0]
+
+
 def test_a_second_run_in_the_folder_measures_nothing_again(served: list[Slowness], tmp_path: Path) -> None:
     served.append(lambda plan: 0.8 if is_on(plan, "scheduler") else 1.0)
     _, first = tune(tmp_path / "run")
