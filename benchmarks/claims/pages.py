@@ -22,6 +22,7 @@ _LOAD_CPU, _LOAD_GPU = "2026-11-20_epyc_expert_load", "2026-11-20_h200_expert_lo
 _PLACEMENT = "2026-11-21_epyc_placement"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
+_SPECULATION = "2026-11-23_epyc_speculation"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _CLIENTS = ("1", "16", "128")
 
@@ -44,6 +45,12 @@ def _disaggregation(record: Any, label: str) -> list[float]:
 def _added_work(record: Any, key: str) -> list[float]:
     shares = [100 * size["added_work"][key] for size in record["results"].values()]
     return [min(shares), max(shares)]
+
+
+def _speculation(record: Any) -> list[float]:
+    found, drafts = record["results"], record["drafts"]
+    accepted = 100 * drafts["accepted_tokens"] / drafts["draft_tokens"]
+    return [*found["median_ms"].values(), found["ratio"], *found["ratio_interval_95"], accepted, found["equal_answers"]]
 
 
 def _longer_step(record: Any, requests: str) -> list[float]:
@@ -205,6 +212,9 @@ CLAIMS = [
           _disaggregation),
     Claim("docs/passes/disaggregation.md", "after a pause of up to {642} ms", (_DISAGGREGATION,),
           lambda found: [found["results"]["prefill and decode"]["between_tokens_ms"]["long prompts"]["max"]]),
+    Claim("docs/passes/speculation.md",
+          "{3.66} ms without, {2.59} ms with drafts, {1.41}x ({1.22}x to {1.54}x), {80} % of the drafts accepted, "
+          "{40} of", (_SPECULATION,), _speculation),
     Claim("docs/passes/expert_load.md", "| layers of Qwen3-30B-A3B's shape | {0.10} to {0.17} %", (_LOAD_CPU,),
           lambda found: _added_work(found, "share_compiled")),
     Claim("docs/passes/expert_load.md", "| the same | {0.16} to {0.30} %", (_LOAD_CPU,),
