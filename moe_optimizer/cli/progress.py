@@ -74,8 +74,8 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
 
     Args:
         title: stands before the bar.
-        lines: takes the lines; they are released with the first step, since what ends the command then is no refusal.
-            None: without a terminal nothing is shown.
+        lines: takes the lines; they are released once something was done, since what ends the command then is no
+            refusal. None: without a terminal nothing is shown.
 
     Yields:
         What takes the share that is done, and what was done last.
@@ -83,8 +83,9 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
 
     def line(share: float, text: str) -> None:
         if lines is not None:
-            lines.release()
             lines.line(f"{share:4.0%}  {text}")
+            if share > 0:
+                lines.release()
 
     with clean_termination(), _interrupts_said(lines):
         if not messages.use_color(sys.stderr):

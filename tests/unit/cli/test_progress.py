@@ -74,9 +74,3 @@ def test_a_live_line_is_cut_at_the_terminals_edge_and_written_over(
     progress.line("served")
     over = "\r\x1b[K"
     assert capsys.readouterr().err == f"{'x' * 19}{over}loading weights{over}ready\nserved\n"
-
-
-def test_a_pipe_is_told_of_the_first_step_before_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("tune", lines=ProgressLines(verbose=False)) as step:
-        step(0.0, "starting the plan and stock")
-        assert "starting the plan and stock" in capsys.readouterr().err
