@@ -36,8 +36,9 @@ step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,
 step lint-imports
 [ "$what" = lint ] && { await_types; exit; }
 # The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Three workers for
-# the two cores of a small CI machine: a third uses the seconds in which one waits for its processes.
-step pytest -q -n "${PYTEST_WORKERS:-3}" --ignore tests/vllm
+# the two cores of a small CI machine: a third uses the seconds in which one waits for its processes. A worker that is
+# done takes tests from another: else those of the launcher, which wait most, are the last of one worker alone.
+step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm
 await_types
 [ "$what" = quick ] && exit 0
 step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder tests/vllm
