@@ -176,6 +176,25 @@ def test_a_model_without_experts_reads_the_same_weights_for_drafts():
     assert StepCosts(dense, "ngram", None).ratio(1, 3) < 1.1 < StepCosts(moe, "ngram", None).ratio(1, 3)
 
 
+def test_what_computes_to_draft_makes_a_step_longer():
+    plain = StepCosts(before(), "ngram", None).ratio(4, 3)
+    assert StepCosts(before(), "mtp", None).ratio(4, 3) > plain
+    head, model = (StepCosts(before(), draft.method, draft).ratio(4, 3) for draft in (EAGLE, SMALL))
+    assert model > head > plain
+
+
+def test_servers_that_share_a_request_do_not_speculate():
+    apart = make_plan(
+        request(qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes={"disaggregation": {"mode": "on"}}), wishes=ASKED)
+    )
+    assert apart.decision("disaggregation").status is Status.ON
+    assert "disaggregation" in apart.decision("speculation").reason
+    piped = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}})
+    stages = make_plan(request(deepseek_v3(**MTP), gpus("h200", 8), piped, wishes=ASKED, num_nodes=2))
+    assert stages.decision("speculation").status is Status.REFUSED
+    assert "pipeline" in stages.decision("speculation").reason
+
+
 @given(requests=st.integers(1, 512), drafts=st.integers(1, 15), acceptance=st.floats(0.01, 0.99))
 def test_more_drafts_never_take_less_time_and_the_best_number_never_loses(requests, drafts, acceptance):
     costs = StepCosts(COSTS_CONTEXT, "mtp", None)
