@@ -32,6 +32,7 @@ from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session, start_session
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captures_graphs
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
+from moe_optimizer.vllm_plugin.worker.draft_sampling import DRAFT_SAMPLING
 from moe_optimizer.vllm_plugin.worker.drafts import checks_drafts
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
@@ -191,8 +192,6 @@ def _install_flag_proof(session: PluginSession, decision: Decision) -> None:
     if captures_graphs(decision) or checks_drafts(decision):
         _patch(session, decision.pass_name, WORKER_EXECUTE_MODEL, refusal=_NOT_SHOWN)
     if checks_drafts(decision) and session.plan is not None and not session.plan.num_gpus:
-        from moe_optimizer.vllm_plugin.worker.draft_sampling import DRAFT_SAMPLING
-
         _patch(session, decision.pass_name, DRAFT_SAMPLING, refusal="sampled answers may be wrong: ")
 
 

@@ -102,11 +102,14 @@ class Speculation(OptimizationPass):
             config |= {"prompt_lookup_max": _LONGEST_MATCH, "prompt_lookup_min": _SHORTEST_MATCH}
         weights, cache = (0, 0) if draft is None else (draft.weight_bytes, draft.kv_bytes_per_token)
         warnings: tuple[str, ...] = ()
+        gain = fields.get("gain")
+        if gain is not None and gain.ratio.value < 1:
+            warnings += (f"speculation: predicted to lose, {gain.ratio.value:.2f}x: {reason}",)
         if method == "mtp":
             weights = ctx.model.mtp_weight_bytes or 0
             cache = round(ctx.model.kv_bytes_per_token * ctx.model.mtp_layers / ctx.model.num_layers)
         if method not in ("ngram", "suffix") and not weights:
-            warnings = ("speculation: the memory plan does not count what drafts: its weight files are not here",)
+            warnings += ("speculation: the memory plan does not count what drafts: its weight files are not here",)
         by_requests = f", by the number of requests: {_shown(ranges)}" if ranges else ""
         return self.decision(
             ctx,

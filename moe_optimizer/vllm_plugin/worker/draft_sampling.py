@@ -7,11 +7,12 @@ sampled are wrong, and top-k ends the server.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.vllm_plugin.patch import Patch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def expanded(
@@ -29,6 +30,8 @@ def expanded(
     Returns:
         [num_tokens], dtype of x.
     """
+    import torch  # only where vLLM has: `doctor --drift` looks at the patch without it
+
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.long))
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return values.repeat_interleave(counts, output_size=num_tokens)

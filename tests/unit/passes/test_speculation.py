@@ -163,6 +163,9 @@ def test_drafts_that_are_predicted_to_lose_stay_off_unless_they_are_asked_for():
     ctx = context(qwen3_30b_a3b(), H100, profile, wishes={})
     decision = decided_by(ctx, *BEFORE, "speculation").decided["speculation"]
     assert (decision.status, "1.00x" in decision.reason) == (Status.OFF, True)
+    asked = decided_by(dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes=ASKED)), *BEFORE)
+    asked = decided_by(asked, "speculation").decided["speculation"]
+    assert (asked.status, "lose" in asked.warnings[0]) == (Status.ON, True)
 
 
 def test_on_the_cpu_nothing_is_predicted():
