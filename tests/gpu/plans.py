@@ -62,8 +62,8 @@ def gpu_plan(
     )
 
 
-def always_ours(kernel_hash: str, vllm: str, *, num_experts: int = EXPERTS) -> KernelSpeeds:
-    """Return a table in which one of our kernels wins everywhere, for a GPU with `num_experts` of each layer."""
+def always_ours(kernel_hash: str, vllm: str, *, num_experts: int = EXPERTS, of: int = EXPERTS) -> KernelSpeeds:
+    """Return a table in which one of our kernels wins everywhere, for a GPU with `num_experts` of a layer's `of`."""
     direct = str(candidate_variants(MoeSizes(num_tokens=1, num_experts=EXPERTS, weight_bytes=2, **_SIZES))[0])
     rows = []
     for tokens, use in _WINNERS:
@@ -72,7 +72,7 @@ def always_ours(kernel_hash: str, vllm: str, *, num_experts: int = EXPERTS) -> K
     return KernelSpeeds(
         device=torch.cuda.get_device_name(),
         weights="bf16",
-        shape=LayerShape(num_experts=num_experts, num_global_experts=EXPERTS, **_SIZES),
+        shape=LayerShape(num_experts=num_experts, num_global_experts=of, **_SIZES),
         kernel_hash=kernel_hash,
         vllm=vllm.partition("+")[0],
         driver="",

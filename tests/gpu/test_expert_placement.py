@@ -46,12 +46,13 @@ def two_gpus() -> None:
         pytest.skip(f"needs {GPUS} CUDA GPUs, found {torch.cuda.device_count()}")
 
 
-def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) -> Plan:
+def make(*vllm_args: str, placed: dict[str, Any] | None = None, redundant: int = 0, **request: Any) -> Plan:
     """Return a plan for the bundled model on two GPUs.
 
     Args:
         vllm_args: of `vllm serve`.
         placed: the profile's section; None: experts are not placed.
+        redundant: experts that the GPUs hold beside those of the model.
         request: further fields of the request.
     """
     return gpu_plan(
@@ -60,7 +61,7 @@ def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) 
         # memory.
         "--no-enable-prefix-caching", "--disable-custom-all-reduce", *vllm_args,
         # A table in which our kernel wins: initial placement needs it.
-        speeds=functools.partial(always_ours, num_experts=EXPERTS // GPUS),
+        speeds=functools.partial(always_ours, num_experts=(EXPERTS + redundant) // GPUS, of=EXPERTS + redundant),
         profile=profile_with("balanced", {PASS: placed or {"mode": "off"}}),
         required=frozenset({PASS} if placed else ()),
         max_model_len=512,
@@ -70,16 +71,16 @@ def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) 
     )  # fmt: skip
 
 
-Serve = Callable[..., tuple[Sequence[Answer], list[PassProof]]]
+Serve = Callable[..., tuple[Sequence[Answer], list[PassProof], list[PassProof]]]
 
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Serve a plan, let it settle, ask; returns the answers and what each worker proves of the placement."""
+    """Serve a plan, let it settle, ask; returns the answers, and what each worker proves of placement and kernels."""
 
     def start(
         plan: Plan, settle: Callable[[str, Path], None] = lambda url, run_dir: None, **environment: str
-    ) -> tuple[Sequence[Answer], list[PassProof]]:
+    ) -> tuple[Sequence[Answer], list[PassProof], list[PassProof]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HF_HUB_OFFLINE", "1")
             patch.setenv("VLLM_NO_USAGE_STATS", "1")
@@ -89,20 +90,20 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
                 settle(info.base_url, run_dir)
                 answers = ask(info.base_url)
-            return answers, placement_proofs(run_dir)
+            return answers, proofs_of(PASS, run_dir), proofs_of("flash_dmoe", run_dir)
 
     return start
 
 
-def placement_proofs(run_dir: Path) -> list[PassProof]:
-    """Return what the workers say of the placement, by rank."""
-    return [proof.passes[PASS] for proof in model_holders(read_proofs(run_dir)) if PASS in proof.passes]
+def proofs_of(name: str, run_dir: Path) -> list[PassProof]:
+    """Return what the workers say of a pass, by rank."""
+    return [proof.passes[name] for proof in model_holders(read_proofs(run_dir)) if name in proof.passes]
 
 
 @pytest.fixture(scope="module")
 def stock(serve: Serve) -> Sequence[Answer]:
     """vLLM's own kernel with a slice of every expert on each GPU."""
-    answers, proofs = serve(make(), MOE_OPTIMIZER_DISABLE="1")
+    answers, proofs, _ = serve(make(), MOE_OPTIMIZER_DISABLE="1")
     assert proofs == []
     return answers
 
@@ -115,7 +116,8 @@ def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve:
     for row in params.experts.values():
         in_order = {str(expert) for expert in range(EXPERTS // GPUS)}
         assert set(row.split()[: EXPERTS // GPUS]) != in_order, "a layer's experts did not move"
-    answers, proofs = serve(plan)
+    answers, proofs, kernels = serve(plan)
+    assert [entry.ran for entry in kernels] == [True] * GPUS
     assert len(proofs) == GPUS
     for entry in proofs:
         assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
@@ -125,16 +127,17 @@ def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve:
 
 
 def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
-    plan = make("--enable-expert-parallel", placed={"mode": "on", "redundant_experts": REPLICAS})
+    plan = make("--enable-expert-parallel", placed={"mode": "on", "redundant_experts": REPLICAS}, redundant=REPLICAS)
     assert plan.decision(PASS).params == ExpertPlacementParams(mode="eplb", num_redundant_experts=REPLICAS)
 
     def wait_until_rearranged(url: str, run_dir: Path) -> None:
         deadline = time.monotonic() + REARRANGED_TIMEOUT_S
-        while not all(entry.rearrangements >= REARRANGEMENTS for entry in placement_proofs(run_dir)):
-            assert time.monotonic() < deadline, placement_proofs(run_dir)
+        while not all(entry.rearrangements >= REARRANGEMENTS for entry in proofs_of(PASS, run_dir)):
+            assert time.monotonic() < deadline, proofs_of(PASS, run_dir)
             ask(url)
 
-    answers, proofs = serve(with_short_intervals(plan), settle=wait_until_rearranged)
+    answers, proofs, kernels = serve(with_short_intervals(plan), settle=wait_until_rearranged)
+    assert [entry.ran for entry in kernels] == [True] * GPUS, "vLLM's own kernels read the experts that moved"
     assert len(proofs) == GPUS
     for entry in proofs:
         assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")

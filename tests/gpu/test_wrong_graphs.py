@@ -1,4 +1,7 @@
-"""A kernel that is wrong only in captured graphs passes every check that runs without them: `quality` catches it."""
+"""A kernel that is wrong only in captured graphs passes every check that runs without them.
+
+The canary, which captures graphs of single layers, ends the start; what is wrong in vLLM's graphs alone `quality` catches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.measure.bench.side import STOCK, Side
 from moe_optimizer.measure.quality.result import QualityResult
 from moe_optimizer.measure.quality.run import run_quality
@@ -47,8 +51,15 @@ def test_right_graphs_keep_every_threshold(tmp_path: Path) -> None:
     assert found.failed == (), render(found)
 
 
-def test_a_kernel_that_is_wrong_only_in_captured_graphs_is_caught_where_graphs_run(tmp_path: Path) -> None:
-    found = judged(tmp_path, "captured")
+def test_a_kernel_that_is_wrong_in_every_captured_graph_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RequiredNotAppliedError) as refused:
+        judged(tmp_path, "captured")
+    assert "flash_dmoe: canary before ready" in str(refused.value)
+    assert "in a replayed graph" in str(refused.value)
+
+
+def test_a_kernel_that_is_wrong_in_vllms_graphs_alone_is_caught_where_they_run(tmp_path: Path) -> None:
+    found = judged(tmp_path, "captured by vllm")
     failed = {each.where for each in found.failed}
     assert "decode, 1 at once" in failed, render(found)
     prompts = [where for where in failed if where.startswith("prefill")]

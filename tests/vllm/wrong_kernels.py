@@ -7,6 +7,7 @@ server shows them all.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,30 @@ def _wrong_on_cpu(module: Any) -> None:
 
 
 def _wrong_on_gpus(module: Any) -> None:
-    """Only while a graph is captured: what it replays is wrong, and what runs without one is right."""
+    """Only while a graph is captured: what it replays is wrong, and what runs without one is right.
+
+    "captured" by whomever, "captured by vllm" not in the graphs that our canary makes of single layers.
+    """
     experts = module.MoeOptimizerCudaExperts
     compute = experts.compute
 
     def wrong(self: Any, call: Any) -> Any:
         import torch
 
-        if _FILE.read_text().strip() == "captured" and torch.cuda.is_current_stream_capturing():
+        mistake = _FILE.read_text().strip()
+        wrong_here = mistake == "captured" or (mistake == "captured by vllm" and not _asked_by("canary.py"))
+        if wrong_here and torch.cuda.is_current_stream_capturing():
             call = call._replace(topk_weights=call.topk_weights * 1.1)
         return compute(self, call)
 
     experts.compute = wrong
+
+
+def _asked_by(file: str) -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None and Path(frame.f_code.co_filename).name != file:
+        frame = frame.f_back
+    return frame is not None
 
 
 if "MOE_TEST_FAULT_FILE" in os.environ:
