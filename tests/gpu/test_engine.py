@@ -285,6 +285,21 @@ def test_attention_on_a_gpu_is_triton_where_there_is_no_flash_attention(make_eng
     assert isinstance(layer.backend, TritonAttention)
 
 
+def test_a_step_of_another_size_compiles_nothing_but_another_split(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda *, fn, **_: compiled.append(str(fn.name)) or False
+    )
+    engine = make_engine("dense", max_num_seqs=12, enforce_eager=True)
+    for count in (1, 2, 3, 5, 8, 12):
+        generate(engine, prompts(count), max_tokens=3)
+    # A prompt's kernel, and a decode's for each number of parts: 1, 2, 4, 8 and 16.
+    assert 0 < sum(name.endswith("_attend") for name in compiled) <= 6
+
+
 def test_compiled_layers_give_the_logits_of_the_others_up_to_rounding(make_engine: Any) -> None:
     (prompt,) = prompts(1)
     want = prompt_logits(make_engine("experts"), prompt)

@@ -113,7 +113,9 @@ def _store(k, v, keys, values, slots, k_stride, v_stride, width, WIDTH: tl.const
     tl.store(values + slot * width + place, tl.load(v + token * v_stride + place, mask=inside), mask=inside)
 
 
-@triton.jit
+# What changes from step to step is not specialised: Triton would compile anew for an argument of one, of a multiple of
+# 16 and of any other number, and all combinations of them, while requests wait.
+@triton.jit(do_not_specialize=["table_stride", "first", "count"])
 def _attend(
     q, keys, values, out, parts, lse,
     tables, lengths, query_starts, q_stride, table_stride, first, count, scale,
@@ -181,7 +183,7 @@ def _attend(
         tl.store(lse + place_M, most_M + tl.log(sum_M), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _join(
     parts, lse, out, count,
     H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
