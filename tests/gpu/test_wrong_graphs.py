@@ -1,6 +1,6 @@
 """A kernel that is wrong only in captured graphs passes every check that runs without them.
 
-The canary, which captures graphs of single layers, ends the start; `quality` catches what is wrong in vLLM's graphs alone.
+The canary, which captures graphs of single layers, ends the start; `quality` catches what is wrong in vLLM's alone.
 """
 
 from __future__ import annotations
