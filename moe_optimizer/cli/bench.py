@@ -32,7 +32,7 @@ def command(options: BenchOptions) -> messages.Output:
 
     Starts the servers one after the other, or side by side where both fit, and sends both the same requests in turns.
     A difference is only claimed where the interval shows one. A failed request ends the run without a result.
-    Arguments after -- go to vllm serve, on both sides. With --run-dir, a stopped run goes on where it was.
+    Arguments after -- go to vllm serve, on both sides; beside a plan's file they are refused. With --run-dir, a stopped run goes on where it was.
     """
     from moe_optimizer.cli.report import check_report_path, write_report
     from moe_optimizer.measure.bench.run import run_bench
@@ -85,8 +85,8 @@ def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceReq
 
     workload, trace = None, ()
     if options.workload.endswith(".jsonl"):
-        if options.clients or options.rates:
-            raise InputError("--clients and --rates: a trace has arrivals of its own")
+        if options.clients or options.rates or options.requests_per_client:
+            raise InputError("--clients, --rates and --requests-per-client: a trace has arrivals of its own")
         trace = read_trace(Path(options.workload))
     else:
         workload = load_workload(options.workload)
@@ -97,5 +97,7 @@ def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceReq
                 raise InputError("--clients and --rates: expected one of them: a closed or an open loop")
             workload = workload.model_copy(update={"clients": clients, "rates": rates})
         if options.requests_per_client is not None:
+            if workload.rates:
+                raise InputError("--requests-per-client: an open loop has rates, expected --clients or no such option")
             workload = workload.model_copy(update={"requests_per_client": options.requests_per_client})
     return workload, trace

@@ -16,7 +16,7 @@ from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
-from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
@@ -68,6 +68,10 @@ class Tuning:
         with messages.held_messages(verbose=self._options.verbose):
             plans = self._plans()
             plan = plans.plan(Candidate())
+        if not plan.num_gpus and (self._options.tokens or self._options.folder):
+            raise InputError(
+                "--tokens and --folder: are of the Triton kernel, which runs on GPUs", hint="leave them out"
+            )
         make_run_folder(self._folder)
         triton_s = 0.0
         if plan.num_gpus:
@@ -77,11 +81,14 @@ class Tuning:
         template, question = self._sent_to(plan), self._question(plan)
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
         self._lines.release()
+
+        def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+            return self._judge(plan, plans.side(STOCK, 1), folder)
+
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
-                side_of=plans.side, template=template, goal=self._goal, judge=self._judge,
-                journal=journal, on_step=show,
-            )  # fmt: skip
+                side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
+            )
             found = search(question, measure, journal, show)
         result = self._written(found, plans, journal.spent_s + triton_s)
         if found.why_nothing and found.ended == "done":
@@ -180,19 +187,17 @@ class Tuning:
             seed=self._options.seed,
         )
 
-    def _judge(self, plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _judge(self, plan: Plan, stock: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Compare a plan's answers with stock vLLM's; return the metrics not kept, and the passes at fault."""
         make_private_folder(folder)
-        file = folder / "candidate.json"
-        write_atomically(file, plan.to_json() + "\n")
         options = self._options
         same = {field.name: getattr(options, field.name) for field in dataclasses.fields(PlanOptions) if field.init}
         asked = QualityOptions(
-            **same | {"plan": str(file), "run_dir": str(folder / "quality"), "tokens": _QUALITY_TOKENS},
+            **same | {"run_dir": str(folder / "quality"), "tokens": _QUALITY_TOKENS},
             ready_timeout=options.ready_timeout,
             calibrate=options.calibrate,
         )
-        request = quality.request_of(asked, self._lines)
+        request = quality.request_of(asked, self._lines, (Side(name="candidate", plan=plan), stock))
         found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
         judgement.keep(request.judged_plan, found)
         blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}

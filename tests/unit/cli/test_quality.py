@@ -96,3 +96,23 @@ def test_an_empty_file_is_bad_input(option: str, tmp_path: Path, capsys: pytest.
 def test_a_url_cannot_be_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quality", TINY_MOE, "--plan", "http://127.0.0.1:1"]) == ExitCode.BAD_INPUT
     assert "--against" in capsys.readouterr().err
+
+
+def test_a_limit_of_tasks_that_there_are_not_is_refused(
+    asked: list[QualityRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quality", TINY_MOE, "--task-limit", "5"]) == ExitCode.BAD_INPUT
+    assert "--task-limit" in capsys.readouterr().err
+
+
+def test_a_pass_of_a_files_plan_is_alone_with_the_users_arguments(
+    asked: list[QualityRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--enable-flash-dmoe", "--json", "--", "--max-model-len", "300"]
+    assert main(["plan", TINY_MOE, *arguments]) == ExitCode.OK
+    file = tmp_path / "a.json"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert main(["quality", TINY_MOE, "--plan", str(file)]) == ExitCode.OK
+    alone = asked[0].alone["flash_dmoe"].side.plan
+    assert alone is not None
+    assert alone.serve_args.value("--max-model-len") == "300"

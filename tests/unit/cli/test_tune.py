@@ -199,6 +199,34 @@ def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
     assert "at fault: flash_dmoe" in next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
 
 
+def test_stock_vllm_beside_a_tuned_plan_has_the_users_arguments_and_not_the_tuned_ones(
+    served: list[Slowness], tmp_path: Path
+) -> None:
+    served.append(lambda plan: 0.5 if plan.serve_args.value("--max-num-batched-tokens") == "512" else 1.0)
+    assert tune(tmp_path / "run")[0] == ExitCode.OK
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.serve_args.value("--max-num-batched-tokens") == "512"
+    assert plan.plain_args.value("--max-num-batched-tokens") is None
+    assert plan.plain_args.value("--max-num-seqs") == "64"
+
+
+@pytest.mark.parametrize(
+    "given", [["--goal", "latency"], ["--clients", "3"], ["--workload", "decode"], ["--seed", "1"]]
+)
+def test_what_the_tuning_of_the_triton_kernel_alone_has_no_use_for_is_refused(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", TINY_MOE, "--only", "triton", *given]) == ExitCode.BAD_INPUT
+    assert given[0] in capsys.readouterr().err
+
+
+def test_options_of_the_triton_kernel_are_refused_where_it_does_not_run(
+    served: list[Slowness], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert tune(tmp_path / "run", "--tokens", "1,2")[0] == ExitCode.BAD_INPUT
+    assert "--tokens" in capsys.readouterr().err
+
+
 def test_without_optuna_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
