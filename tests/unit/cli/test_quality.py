@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_a_server_named_by_its_url_is_asked_for_what_it_may_tell(
 def test_tasks_without_the_harness_name_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quality", TINY_MOE, "--tasks", "mmlu"]) == ExitCode.UNSUPPORTED
     assert "moe-optimizer[eval]" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_task_is_refused_before_anything_starts(
+    asked: list[QualityRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index of names is a stand-in: the harness is no dependency of the tests."""
+    package = tmp_path / "site" / "lm_eval" / "tasks"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class TaskManager:\n    all_tasks = ['mmlu', 'gsm8k']\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parents[1]), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(package.parents[1])
+    assert main(["quality", TINY_MOE, "--calibrate", "0", "--tasks", "mmlu,gsm8"]) == ExitCode.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "gsm8" in said
+    assert "did you mean gsm8k?" in said
+    assert not asked
+    assert main(["quality", TINY_MOE, "--calibrate", "0", "--tasks", "mmlu,gsm8k"]) == ExitCode.OK
 
 
 @pytest.mark.parametrize("option", ["--data", "--prompts"])
