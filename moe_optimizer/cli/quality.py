@@ -66,7 +66,7 @@ def request_of(options: QualityOptions, lines: ProgressLines, sides: tuple[Side,
         MoeOptimizerError: an option is wrong, or nothing can be planned, or served here, like this.
     """
     from moe_optimizer.measure.bench.run import environment_of
-    from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
+    from moe_optimizer.measure.corpus import prompts_of, shipped_texts, text_of
     from moe_optimizer.measure.quality.probes import Extent
     from moe_optimizer.measure.quality.request import VLLMS_TOP, QualityRequest
     from moe_optimizer.measure.quality.tasks import check_tasks

@@ -21,6 +21,7 @@ from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.texts import NO_DRAFTS
 from moe_optimizer.measure.claimed_folder import make_run_folder
 from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
@@ -45,6 +46,8 @@ _PLAN_FILE = "plan.json"
 _LEDGER_FILE = "ledger.json"
 _QUALITY_TOKENS = 2048
 """Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
+_JUDGED_BY_TEXT = ("speculation",)
+"""Passes whose gain hangs on what a model says."""
 _MAX_BYTES = 1 << 16
 
 
@@ -182,7 +185,7 @@ class Tuning:
     def _question(self, plan: Plan) -> Question:
         return Question(
             goal=self._goal,
-            passes=planned_passes(plan),
+            passes=planned_passes(plan, with_text=self._template.texts is not None),
             settings=settings_of(plan, self._options.vllm_args.values),
             seed=self._options.seed,
         )
@@ -204,8 +207,13 @@ class Tuning:
         return tuple(sorted({each.metric for each in found.failed})), tuple(sorted(blamed))
 
 
-def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
-    """Return the passes that are on, change something and are not required, with those that cannot run without them."""
+def planned_passes(plan: Plan, *, with_text: bool) -> tuple[PlannedPass, ...]:
+    """Return the passes that are on, change something and are not required, with those that cannot run without them.
+
+    Args:
+        plan: that has them.
+        with_text: whether the requests are text.
+    """
     on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     device = "cuda" if plan.num_gpus else "cpu"
     return tuple(
@@ -213,6 +221,7 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
             name=name,
             with_passes=tuple(other for other in on if other != name and name in needed_by(other, device)),
             expected=expected_gain(decision),
+            why_unjudged="" if with_text or name not in _JUDGED_BY_TEXT else NO_DRAFTS,
         )
         for name, decision in on.items()
         if not decision.required

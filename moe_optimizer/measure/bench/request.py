@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.result import Limits
 from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.texts import Texts, texts_of
 from moe_optimizer.measure.bench.trace import Load, TraceRequest, draw, loads_of, moved
 from moe_optimizer.measure.bench.workload import Workload
 from moe_optimizer.measure.claimed_folder import claim_folder
@@ -47,6 +49,15 @@ class BenchRequest:
     def description(self) -> str:
         """What the requests are like."""
         return self.workload.description if self.workload is not None else f"{len(self.trace)} requests of a trace"
+
+    @property
+    def texts(self) -> Texts | None:
+        """What prompts are taken from; None: random tokens, which judge no draft.
+
+        Raises:
+            InputError: the workload's file cannot be read.
+        """
+        return None if self.workload is None else texts_of(self.workload.prompts)
 
     @property
     def longest(self) -> int:
@@ -108,4 +119,7 @@ class BenchRequest:
         """
         sides = [(side.name, side.url, side.served) for side in self.sides]
         workload = self.workload.model_dump() if self.workload is not None else None
-        claim_folder(self.folder, [sides, workload, encode(self.trace), self.tokenizer], command="bench")
+        question: list[Any] = [sides, workload, encode(self.trace), self.tokenizer]
+        if (texts := self.texts) is not None and texts.whole:
+            question.append(texts.texts)
+        claim_folder(self.folder, question, command="bench")

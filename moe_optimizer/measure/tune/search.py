@@ -34,6 +34,8 @@ class PlannedPass:
     with_passes: tuple[str, ...] = ()
     """Passes that cannot run without it: they are off with it."""
     expected: ExpectedGain | None = None
+    why_unjudged: str = ""
+    """Why these requests cannot tell whether it wins; "" where they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,9 @@ class _Search:
                 "predicted_metric": expected.metric or None,
                 "no_prediction": expected.why_none,
             }
+        if planned.why_unjudged:
+            self._note("ablation", planned.name, kept=True, reason=planned.why_unjudged, **facts)
+            return True
         if why := self._measure.why_not(without):
             self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
             return True

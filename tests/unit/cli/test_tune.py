@@ -199,6 +199,22 @@ def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
     assert "at fault: flash_dmoe" in next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
 
 
+@pytest.mark.parametrize("workload", ["chat", "text"])
+def test_drafts_are_judged_with_text_alone(workload: str, served: list[Slowness], tmp_path: Path) -> None:
+    served.append(
+        lambda plan: (1.2 if is_on(plan, "speculation") else 1.0) * (0.5 if is_on(plan, "scheduler") else 1.0)
+    )
+    tune(tmp_path / "run", "--workload", workload, "--enable-speculation")
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text(encoding="utf-8"))
+    line = next(each for each in ledger["entries"] if each["what"] == "speculation")
+    if workload == "text":
+        assert (line["verdict"], line["kept"]) == ("slower", False)
+        assert "speculation" not in ledger["passes"]
+    else:
+        assert (line["verdict"], line["kept"]) == (None, True)
+        assert "random tokens judge no draft" in line["reason"]
+
+
 def test_stock_vllm_beside_a_tuned_plan_has_the_users_arguments_and_not_the_tuned_ones(
     served: list[Slowness], tmp_path: Path
 ) -> None:
