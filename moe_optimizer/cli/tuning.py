@@ -60,6 +60,11 @@ class Tuning:
         self._folder = Path(options.run_dir or f"runs/tune-{time.strftime('%Y%m%d-%H%M%S')}")
         self._budget_s = options.budget or _DEFAULT_BUDGET_S
         self._template = self._traffic()
+        if self._goal.limits.tpot_ms is not None and not self._template.has_token_times:
+            raise InputError(
+                f"--goal: got {self._goal.text!r:.80}, but {self._template.workload_name} asks for no two tokens",
+                hint="choose another --workload, or leave tpot out",
+            )
         self._entries: list[Entry] = []
 
     def result(self) -> TuneResult:
@@ -108,8 +113,7 @@ class Tuning:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
-        folder = self._folder / "measured"
-        return Journal(folder, budget_s=budget_s, identity=json.dumps(identity, sort_keys=True))
+        return Journal(self._folder / "measured", budget_s=budget_s, identity=identity)
 
     def _tuned_triton(self) -> float:
         """Tune vLLM's Triton kernel where it runs the experts; return the seconds it took, now or in an earlier run."""

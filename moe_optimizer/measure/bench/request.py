@@ -66,6 +66,13 @@ class BenchRequest:
             return self.workload.longest
         return max(each.input_length + each.output_length for each in self.trace)
 
+    @property
+    def has_token_times(self) -> bool:
+        """Whether a completion has two tokens, so that there is a time per output token."""
+        if self.workload is not None:
+            return any(kind.output.most > 1 for kind in self.workload.requests)
+        return any(each.output_length > 1 for each in self.trace)
+
     def check_fits(self, name: str, max_model_len: int) -> None:
         """Refuse a server that takes no requests as long as these.
 

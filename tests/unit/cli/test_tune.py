@@ -157,6 +157,18 @@ def test_limits_that_no_plan_keeps_end_with_the_nearest_miss(served: list[Slowne
     assert 1.5 < ledger["nearest_miss"]["score"] < 1.7
 
 
+def test_a_limit_of_times_per_token_needs_completions_of_two_tokens(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.append(lambda plan: 1.0)
+    file = tmp_path / "one.yaml"
+    kind = "{prompt: {least: 4, most: 8}, output: {least: 1, most: 1}}"
+    file.write_text(f"description: d\nrequests: [{kind}]\nclients: [1]\n", encoding="utf-8")
+    arguments = ("--workload", str(file), "--goal", "ttft<900ms,tpot<30ms")
+    assert tune(tmp_path / "run", *arguments)[0] == ExitCode.BAD_INPUT
+    assert "two tokens" in capsys.readouterr().err
+
+
 def test_a_server_that_dies_is_a_line_of_the_ledger(served: list[Slowness], tmp_path: Path) -> None:
     def dies(plan: Plan) -> float:
         if is_on(plan, "scheduler"):
