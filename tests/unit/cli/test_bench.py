@@ -13,6 +13,7 @@ from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.quality import run as quality_run
+from tests.builders.results import bench_result
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
@@ -124,3 +125,17 @@ def test_requests_per_client_are_refused_where_there_are_no_clients(
     where = workload if workload == "burst" else str(tmp_path / workload)
     assert main(["bench", TINY_MOE, "--workload", where, "--requests-per-client", "2"]) == ExitCode.BAD_INPUT
     assert "--requests-per-client" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workload", "is_said"), [("small", True), ("text", False)])
+def test_it_says_where_its_requests_judge_no_draft(
+    workload: str,
+    is_said: bool,
+    asked: list[BenchRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "run_bench", lambda *_, **__: bench_result())
+    arguments = ["--workload", workload, "--enable-speculation", "--calibrate", "0"]
+    assert main(["bench", TINY_MOE, *arguments]) == ExitCode.OK
+    assert ("random tokens judge no draft" in capsys.readouterr().err) == is_said
