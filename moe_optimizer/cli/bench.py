@@ -32,11 +32,13 @@ def command(options: BenchOptions) -> messages.Output:
 
     Starts the servers one after the other, or side by side where both fit, and sends both the same requests in turns.
     A difference is only claimed where the interval shows one. A failed request ends the run without a result.
-    Arguments after -- go to vllm serve, on both sides. With --run-dir, a stopped run goes on where it was.
+    Arguments after -- go to vllm serve, on both sides; beside a plan's file they are refused.
+    With --run-dir, a stopped run goes on where it was.
     """
     from moe_optimizer.cli.report import check_report_path, write_report
     from moe_optimizer.measure.bench.run import run_bench
     from moe_optimizer.measure.bench.table import render
+    from moe_optimizer.measure.bench.texts import NO_DRAFTS
 
     lines = ProgressLines(verbose=options.verbose)
     if options.html is not None:
@@ -46,6 +48,8 @@ def command(options: BenchOptions) -> messages.Output:
     with progress_bar("bench", lines=lines) as show:
         result = run_bench(request, on_step=show)
     notes = () if options.html is None else (write_report([request.folder], Path(options.html)),)
+    if request.texts is None and any("speculation" in side.passes for side in request.sides):
+        notes += (f"speculation: {NO_DRAFTS}",)
     return messages.Output(result=result, render=render, notes=notes)
 
 
@@ -80,13 +84,14 @@ def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceReq
     Raises:
         InputError: there is no such workload, or options contradict each other.
     """
+    from moe_optimizer.measure.bench.texts import texts_of
     from moe_optimizer.measure.bench.trace import read_trace
     from moe_optimizer.measure.bench.workload import load_workload
 
     workload, trace = None, ()
     if options.workload.endswith(".jsonl"):
-        if options.clients or options.rates:
-            raise InputError("--clients and --rates: a trace has arrivals of its own")
+        if options.clients or options.rates or options.requests_per_client:
+            raise InputError("--clients, --rates and --requests-per-client: a trace has arrivals of its own")
         trace = read_trace(Path(options.workload))
     else:
         workload = load_workload(options.workload)
@@ -97,5 +102,8 @@ def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceReq
                 raise InputError("--clients and --rates: expected one of them: a closed or an open loop")
             workload = workload.model_copy(update={"clients": clients, "rates": rates})
         if options.requests_per_client is not None:
+            if workload.rates:
+                raise InputError("--requests-per-client: an open loop has rates, expected --clients or no such option")
             workload = workload.model_copy(update={"requests_per_client": options.requests_per_client})
+        texts_of(workload.prompts)  # a file that is none is refused before anything is measured
     return workload, trace

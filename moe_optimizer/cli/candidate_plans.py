@@ -70,6 +70,9 @@ class CandidatePlans:
         settings = self._stock_settings if candidate.stock else self._settings
         request = self._stock_request if candidate.stock else self._changed(candidate)
         plan = planning.decide(settings, dataclasses.replace(request, port=request.port + number))
+        if candidate.arguments:
+            # What was tried is ours, not the user's: stock vLLM does without.
+            plan = plan.replace(plain_args=self.plan(STOCK_CANDIDATE, number).plain_args)
         # What is checked depends on the model, the machine and which flags there are, not on their values.
         flags = frozenset(plan.serve_args.values)
         if flags not in self._checked:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from moe_optimizer.cli.options import AimOptions, ServeOptions
+from moe_optimizer.cli.options import AimOptions, PlanOptions, ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.settings import resolve
 from moe_optimizer.env import read_environment
@@ -68,13 +69,28 @@ def check_is_for_here(plan: Plan, *, origin: str, model: str | None) -> None:
 
 
 def _check_nothing_else_planned(options: ServeOptions) -> None:
-    for field in dataclasses.fields(AimOptions):
-        if field.name in _NOT_PLANNING:
-            continue
+    for _, flag in stated_options(options, AimOptions):
+        raise refusal(flag, beside="--plan")
+
+
+def stated_options(options: PlanOptions, declared: type[PlanOptions]) -> Iterator[tuple[str, str]]:
+    """Yield each option of a command line that asks for something that a plan decides: its field and its flag.
+
+    Args:
+        options: of the command line.
+        declared: has the options to look at.
+    """
+    for field in dataclasses.fields(declared):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if getattr(options, field.name) != default:
-            flag = "--" if field.name == "vllm_args" else f"--{field.name.replace('_', '-')}"
-            if field.name == "switches":
-                name, on = next(iter(options.switches.items()))
-                flag = f"--{'enable' if on else 'disable'}-{name}"
-            raise InputError(f"--plan and {flag}: the plan is served as it is", hint=f"leave {flag} out, or plan again")
+        if field.name in _NOT_PLANNING or getattr(options, field.name) == default:
+            continue
+        flag = "--" if field.name == "vllm_args" else f"--{field.name.replace('_', '-')}"
+        if field.name == "switches":
+            name, on = next(iter(options.switches.items()))
+            flag = f"--{'enable' if on else 'disable'}-{name}"
+        yield field.name, flag
+
+
+def refusal(flag: str, *, beside: str) -> InputError:
+    """Return the error about an option that cannot change a plan's file, which `beside` names."""
+    return InputError(f"{beside} and {flag}: the plan is served as it is", hint=f"leave {flag} out, or plan again")

@@ -15,7 +15,7 @@ from moe_optimizer.cli.engine_checks import missing_packages
 from moe_optimizer.cli.measuring_options import QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
-from moe_optimizer.cli.sides import URL, first_name, sides_of
+from moe_optimizer.cli.sides import FILE, URL, first_name, planned_alike, sides_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -54,25 +54,32 @@ def command(options: QualityOptions) -> messages.Output:
     return messages.Output(result=result, render=render, notes=notes, code=code)
 
 
-def request_of(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
+def request_of(options: QualityOptions, lines: ProgressLines, sides: tuple[Side, Side] | None = None) -> QualityRequest:
     """Return what a command line asks to judge.
+
+    Args:
+        options: the command line.
+        lines: takes what is measured before anything can be planned.
+        sides: the one that is judged and its reference; None: those that the options name.
 
     Raises:
         MoeOptimizerError: an option is wrong, or nothing can be planned, or served here, like this.
     """
     from moe_optimizer.measure.bench.run import environment_of
-    from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
+    from moe_optimizer.measure.corpus import prompts_of, shipped_texts, text_of
     from moe_optimizer.measure.quality.probes import Extent
     from moe_optimizer.measure.quality.request import VLLMS_TOP, QualityRequest
     from moe_optimizer.measure.quality.tasks import check_tasks
     from moe_optimizer.profiles.schema import Quality
 
     tasks = tuple(each.strip() for each in (options.tasks or "").split(",") if each.strip())
+    if options.task_limit is not None and not tasks:
+        raise InputError("--task-limit: limits the questions of --tasks, and there are none", hint="leave it out")
     check_tasks(tasks)
     texts = shipped_texts() if options.data is None else text_of(Path(options.data))
     prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
     folder = Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}")
-    plan, reference = _sides(options, folder, lines)
+    plan, reference = sides or _sides(options, folder, lines)
     assert plan.plan is not None, "a URL is refused"
     settings = Quality.model_validate_json(json.dumps(plan.plan.profile.get("quality", {}))).model_dump()
     top = settings.pop("top_logprobs")
@@ -133,6 +140,8 @@ def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Ma
     on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     found: dict[str, Alone] = {}
     why_not: dict[str, str] = {}
+    if options.plan is not None and options.plan.endswith(FILE):
+        options = planned_alike(options, plan)
     settings, request = planning.read_request(dataclasses.replace(options, require=[]))
     request = planning.after_measuring(request)
     profile = Profile.model_validate_json(json.dumps(plan.profile))

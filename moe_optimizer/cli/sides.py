@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from moe_optimizer import env
 from moe_optimizer.cli.measuring_options import BenchOptions, QualityOptions
-from moe_optimizer.cli.options import DEFAULT_PORT
+from moe_optimizer.cli.options import DEFAULT_PORT, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import InputError
 from moe_optimizer.process_environment import changed_environment
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROFILE = "balanced"
 _PORT = "--port"
+_REQUESTS = "--max-num-seqs"
+FILE = ".json"
+_WISHES = ("profile", "switches", "require")
+"""Options for the first side alone: the second is what it is compared with."""
+_NOT_OF_SIDES = ("port", "trust_remote_code")
+"""Options that every side is given, or the load generator."""
 URL = ("http://", "https://")
+
+_Options = TypeVar("_Options", bound=PlanOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ def sides_of(
     Raises:
         MoeOptimizerError: nothing can be planned, or served here, like this.
     """
+    _check_reaches_all(options, names)
+    options = _as_its_file_was_planned(options, names)
     checked: list[_Checked] = []
     for number, name in enumerate(names):
         each = _checked(options, name, number)
@@ -69,6 +79,50 @@ def sides_of(
         check_side(side, run_dir=run_dir, fits=fits)
         checked.append(dataclasses.replace(each, side=side))
     return _named_apart([_measured(each, lines) for each in checked])
+
+
+def _check_reaches_all(options: BenchOptions | QualityOptions, names: Sequence[str]) -> None:
+    """Refuse an option that only one of the sides would be given, or none.
+
+    Raises:
+        InputError: names it.
+    """
+    from moe_optimizer.cli.planned_file import refusal, stated_options
+    from moe_optimizer.measure.bench.side import STOCK
+
+    if options.plan is not None and options.profile is not None:
+        raise InputError("--plan and --profile: both name the first side", hint="leave one of them out")
+    file = next((name for name in names if name.endswith(FILE)), None)
+    first_is_planned = names[0] != STOCK and not names[0].startswith(URL) and not names[0].endswith(FILE)
+    for field, flag in stated_options(options, PlanOptions):
+        if field in _NOT_OF_SIDES:
+            continue
+        if field not in _WISHES:
+            if file is not None:
+                raise refusal(flag, beside=file)
+        elif not first_is_planned:
+            raise InputError(f"{flag}: is for the first side, and {names[0]} is not planned here", hint="leave it out")
+
+
+def _as_its_file_was_planned(
+    options: BenchOptions | QualityOptions, names: Sequence[str]
+) -> BenchOptions | QualityOptions:
+    """Return the options with what the first plan of a file was planned with, so that the other side is too."""
+    from moe_optimizer.plan.plan import Plan
+
+    file = next((name for name in names if name.endswith(FILE)), None)
+    return options if file is None else planned_alike(options, Plan.load(Path(file)))
+
+
+def planned_alike(options: _Options, plan: Plan) -> _Options:
+    """Return options that plan for the load, the GPUs and with the user's arguments of a plan."""
+    from moe_optimizer.plan.serve_args import ServeArguments
+
+    # Each server of a group has a share of the GPUs; another plan shares them out in its own way.
+    layout = () if plan.group is None else tuple(plan.decision("parallelism").vllm_args.values)
+    arguments: ServeArguments = plan.plain_args.without("--host", _PORT, "--trust-remote-code", *layout)
+    load = {} if _REQUESTS in arguments else {"batch_size": plan.workload.batch_size}
+    return dataclasses.replace(options, gpus=plan.num_gpus or None, vllm_args=arguments, **load)
 
 
 def check_side(side: Side, *, run_dir: Path, fits: Callable[[str, int], None]) -> None:
@@ -108,10 +162,11 @@ def _checked(options: BenchOptions | QualityOptions, what: str, number: int) -> 
     if what.startswith(URL):
         url = what.rstrip("/").removesuffix("/v1")
         return _Checked(Side(name=f"server {number + 1}", plan=None, url=url))
-    if what.endswith(".json"):
+    if what.endswith(FILE):
         plan = Plan.load(Path(what))
         check_is_for_here(plan, origin=what, model=options.model_name)
-        return _Checked(Side(name=Path(what).stem, plan=plan))
+        side = Side(name=Path(what).stem, plan=plan)
+        return _Checked(side if options.port is None else _on_port(side, options.port + number))
     if what not in (STOCK, *profile_names()) and "/" not in what and not what.endswith((".yaml", ".yml")):
         raise InputError(
             f"{'--against' if number else '--plan or --profile'}: got {what!r}, expected {STOCK}, a profile "
@@ -153,19 +208,31 @@ def _on_its_own_port(side: Side, others: Sequence[Side]) -> Side:
     """Move a plan of a file to another port where an earlier side has the one it names.
 
     Raises:
+        InputError: as `_on_port`.
+    """
+    taken = {_port(each.plan) for each in others if each.plan is not None}
+    if side.plan is None or _port(side.plan) not in taken:
+        return side
+    port = next(each for each in range(_port(side.plan) + 1, 1 << 16) if each not in taken)
+    return _on_port(side, port)
+
+
+def _on_port(side: Side, port: int) -> Side:
+    """Move a plan of a file to a port.
+
+    Raises:
         InputError: it is of several servers, whose ports belong together.
     """
     from moe_optimizer.plan.serve_args import ServeArguments
 
-    taken = {_port(each.plan) for each in others if each.plan is not None}
-    if side.plan is None or _port(side.plan) not in taken:
+    assert side.plan is not None, "a file has a plan"
+    if _port(side.plan) == port:
         return side
     if side.plan.group is not None:
         raise InputError(
-            f"--against {side.name}: its router listens on port {_port(side.plan)}, as the other side does",
+            f"{side.name}: its router listens on port {_port(side.plan)}, and cannot be moved to {port}",
             hint="plan it again with another --port",
         )
-    port = next(each for each in range(_port(side.plan) + 1, 1 << 16) if each not in taken)
     arguments = side.plan.serve_args.overridden_by(ServeArguments(_PORT, str(port)))
     return dataclasses.replace(side, plan=side.plan.replace(serve_args=arguments))
 

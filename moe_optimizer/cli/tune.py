@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_optimizer.cli import INTERRUPTED, messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.measuring_options import ONLY_TRITON, TuneOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.tune_triton import tune_triton
-from moe_optimizer.errors import ExitCode
+from moe_optimizer.errors import ExitCode, InputError
+
+_OF_SERVED = ("workload", "clients", "rates", "requests_per_client", "goal", "repetitions", "seed", "run_dir")
+"""Options of the steps that start servers."""
 
 
 @takes(TuneOptions)
@@ -20,6 +25,7 @@ def command(options: TuneOptions) -> messages.Output:
     Exit code 4 if no plan keeps the limits of --goal. With --only triton: tunes only vLLM's Triton MoE kernel.
     """
     if options.only == ONLY_TRITON:
+        _check_triton_alone(options)
         return tune_triton(options)
     from moe_optimizer.cli.tuning import Tuning
     from moe_optimizer.measure.tune.setting_search import check_optuna
@@ -29,3 +35,15 @@ def command(options: TuneOptions) -> messages.Output:
     result = Tuning(options, ProgressLines(verbose=options.verbose)).result()
     code: int = ExitCode.OK if result.met else ExitCode.GOAL_MISSED
     return messages.Output(result=result, render=render, code=INTERRUPTED if result.ended == "interrupted" else code)
+
+
+def _check_triton_alone(options: TuneOptions) -> None:
+    """Refuse options of the steps that are left out.
+
+    Raises:
+        InputError: names one.
+    """
+    for field in dataclasses.fields(TuneOptions):
+        if field.name in _OF_SERVED and getattr(options, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise InputError(f"{flag}: --only triton serves no requests and searches no settings", hint="leave it out")

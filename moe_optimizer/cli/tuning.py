@@ -16,11 +16,12 @@ from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
-from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.texts import NO_DRAFTS
 from moe_optimizer.measure.claimed_folder import make_run_folder
 from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
@@ -45,6 +46,8 @@ _PLAN_FILE = "plan.json"
 _LEDGER_FILE = "ledger.json"
 _QUALITY_TOKENS = 2048
 """Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
+_JUDGED_BY_TEXT = ("speculation",)
+"""Passes whose gain hangs on what a model says."""
 _MAX_BYTES = 1 << 16
 
 
@@ -57,6 +60,11 @@ class Tuning:
         self._folder = Path(options.run_dir or f"runs/tune-{time.strftime('%Y%m%d-%H%M%S')}")
         self._budget_s = options.budget or _DEFAULT_BUDGET_S
         self._template = self._traffic()
+        if self._goal.limits.tpot_ms is not None and not self._template.has_token_times:
+            raise InputError(
+                f"--goal: got {self._goal.text!r:.80}, but {self._template.workload_name} asks for no two tokens",
+                hint="choose another --workload, or leave tpot out",
+            )
         self._entries: list[Entry] = []
 
     def result(self) -> TuneResult:
@@ -68,6 +76,10 @@ class Tuning:
         with messages.held_messages(verbose=self._options.verbose):
             plans = self._plans()
             plan = plans.plan(Candidate())
+        if not plan.num_gpus and (self._options.tokens or self._options.folder):
+            raise InputError(
+                "--tokens and --folder: are of the Triton kernel, which runs on GPUs", hint="leave them out"
+            )
         make_run_folder(self._folder)
         triton_s = 0.0
         if plan.num_gpus:
@@ -77,11 +89,14 @@ class Tuning:
         template, question = self._sent_to(plan), self._question(plan)
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
         self._lines.release()
+
+        def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+            return self._judge(plan, plans.side(STOCK, 1), folder)
+
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
-                side_of=plans.side, template=template, goal=self._goal, judge=self._judge,
-                journal=journal, on_step=show,
-            )  # fmt: skip
+                side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
+            )
             found = search(question, measure, journal, show)
         result = self._written(found, plans, journal.spent_s + triton_s)
         if found.why_nothing and found.ended == "done":
@@ -98,8 +113,7 @@ class Tuning:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
-        folder = self._folder / "measured"
-        return Journal(folder, budget_s=budget_s, identity=json.dumps(identity, sort_keys=True))
+        return Journal(self._folder / "measured", budget_s=budget_s, identity=identity)
 
     def _tuned_triton(self) -> float:
         """Tune vLLM's Triton kernel where it runs the experts; return the seconds it took, now or in an earlier run."""
@@ -175,32 +189,35 @@ class Tuning:
     def _question(self, plan: Plan) -> Question:
         return Question(
             goal=self._goal,
-            passes=planned_passes(plan),
+            passes=planned_passes(plan, with_text=self._template.texts is not None),
             settings=settings_of(plan, self._options.vllm_args.values),
             seed=self._options.seed,
         )
 
-    def _judge(self, plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _judge(self, plan: Plan, stock: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Compare a plan's answers with stock vLLM's; return the metrics not kept, and the passes at fault."""
         make_private_folder(folder)
-        file = folder / "candidate.json"
-        write_atomically(file, plan.to_json() + "\n")
         options = self._options
         same = {field.name: getattr(options, field.name) for field in dataclasses.fields(PlanOptions) if field.init}
         asked = QualityOptions(
-            **same | {"plan": str(file), "run_dir": str(folder / "quality"), "tokens": _QUALITY_TOKENS},
+            **same | {"run_dir": str(folder / "quality"), "tokens": _QUALITY_TOKENS},
             ready_timeout=options.ready_timeout,
             calibrate=options.calibrate,
         )
-        request = quality.request_of(asked, self._lines)
+        request = quality.request_of(asked, self._lines, (Side(name="candidate", plan=plan), stock))
         found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
         judgement.keep(request.judged_plan, found)
         blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}
         return tuple(sorted({each.metric for each in found.failed})), tuple(sorted(blamed))
 
 
-def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
-    """Return the passes that are on, change something and are not required, with those that cannot run without them."""
+def planned_passes(plan: Plan, *, with_text: bool) -> tuple[PlannedPass, ...]:
+    """Return the passes that are on, change something and are not required, with those that cannot run without them.
+
+    Args:
+        plan: that has them.
+        with_text: whether the requests are text.
+    """
     on = {each.pass_name: each for each in plan.decisions if each.is_optimization}
     device = "cuda" if plan.num_gpus else "cpu"
     return tuple(
@@ -208,6 +225,7 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
             name=name,
             with_passes=tuple(other for other in on if other != name and name in needed_by(other, device)),
             expected=expected_gain(decision),
+            why_unjudged="" if with_text or name not in _JUDGED_BY_TEXT else NO_DRAFTS,
         )
         for name, decision in on.items()
         if not decision.required

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_optimizer.errors import ExitCode, ServerFailedError
+from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, Limits
 from moe_optimizer.measure.bench.run import run_bench
 from moe_optimizer.measure.bench.side import STOCK, Side, opened
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
-from moe_optimizer.measure.quality.corpus import text_of
+from moe_optimizer.measure.corpus import text_of
 from moe_optimizer.measure.quality.probes import Extent
 from moe_optimizer.measure.quality.request import Alone, QualityRequest, telling
 from moe_optimizer.measure.quality.result import QualityResult
@@ -235,6 +237,31 @@ def test_bench_says_that_a_plan_with_a_slow_pass_is_slower(slow: tuple[Found, Be
     verdicts = {each.metric: each.verdict for each in slow[1].verdicts}
     assert verdicts["output_tokens_per_s"] == "slower"
     assert [load.failed for side in slow[1].sides for load in side.loads] == [0, 0]
+
+
+def test_a_users_prompts_reach_both_servers(servers: tuple[Servers, QualityResult], tmp_path: Path) -> None:
+    at = servers[0]
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "import os"}\n', encoding="utf-8")
+    sides = (at.base.plan, at.stock)
+    asked = BenchRequest(
+        command=("bench",), sides=sides, workload_name="a test",
+        workload=SMALL.model_copy(update={"prompts": str(file)}),
+        repetitions=2, limits=Limits(), folder=tmp_path / "run", tokenizer=str(TINY_MOE), trust_remote_code=False,
+        ready_timeout_s=READY_TIMEOUT_S,
+    )  # fmt: skip
+    before = [_prompt_tokens(side) for side in sides]
+    run_bench(asked, on_step=quietly)
+    tokens = len(ServerClient(str(at.stock.url), None).tokenize("import os", timeout_s=60))
+    assert 0 < tokens < SMALL.requests[0].prompt.least
+    requests = 3  # one of the warm-up, and two repetitions
+    assert [_prompt_tokens(side) for side in sides] == [each + requests * tokens for each in before]
+
+
+def _prompt_tokens(side: Side) -> float:
+    with urllib.request.urlopen(f"{side.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prompt_tokens_total"))
 
 
 def test_a_server_that_dies_under_load_has_no_table(servers: tuple[Servers, QualityResult], tmp_path: Path) -> None:

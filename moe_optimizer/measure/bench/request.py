@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.result import Limits
 from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.texts import Texts, texts_of
 from moe_optimizer.measure.bench.trace import Load, TraceRequest, draw, loads_of, moved
 from moe_optimizer.measure.bench.workload import Workload
 from moe_optimizer.measure.claimed_folder import claim_folder
@@ -49,11 +51,27 @@ class BenchRequest:
         return self.workload.description if self.workload is not None else f"{len(self.trace)} requests of a trace"
 
     @property
+    def texts(self) -> Texts | None:
+        """What prompts are taken from; None: random tokens, which judge no draft.
+
+        Raises:
+            InputError: the workload's file cannot be read.
+        """
+        return None if self.workload is None else texts_of(self.workload.prompts)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt and completion together."""
         if self.workload is not None:
             return self.workload.longest
         return max(each.input_length + each.output_length for each in self.trace)
+
+    @property
+    def has_token_times(self) -> bool:
+        """Whether a completion has two tokens, so that there is a time per output token."""
+        if self.workload is not None:
+            return any(kind.output.most > 1 for kind in self.workload.requests)
+        return any(each.output_length > 1 for each in self.trace)
 
     def check_fits(self, name: str, max_model_len: int) -> None:
         """Refuse a server that takes no requests as long as these.
@@ -108,4 +126,7 @@ class BenchRequest:
         """
         sides = [(side.name, side.url, side.served) for side in self.sides]
         workload = self.workload.model_dump() if self.workload is not None else None
-        claim_folder(self.folder, [sides, workload, encode(self.trace), self.tokenizer], command="bench")
+        question: list[Any] = [sides, workload, encode(self.trace), self.tokenizer]
+        if (texts := self.texts) is not None and texts.whole:
+            question.append(texts.texts)
+        claim_folder(self.folder, question, command="bench")

@@ -138,6 +138,7 @@ def _send_missing(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int,
         LoadRequest(
             tokenizer=request.tokenizer,
             trust_remote_code=request.trust_remote_code,
+            texts=request.texts,
             rounds=tuple(_round(request, turn, up[turn.side]) for turn in turns),
         ),
         on_step=on_step,

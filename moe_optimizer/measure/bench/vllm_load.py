@@ -8,10 +8,11 @@ sends all rounds. The result is a file of samples for each round; what they mean
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from moe_optimizer.files import write_atomically
 from moe_optimizer.measure.bench.compilations import compilations
 from moe_optimizer.measure.bench.gpu_counters import energy_joules
 from moe_optimizer.measure.bench.samples import RoundSamples
-from moe_optimizer.measure.bench.trace import CHUNK_TOKENS
+from moe_optimizer.measure.bench.texts import Prompts, Texts
+from moe_optimizer.measure.bench.trace import CHUNK_TOKENS, read_trace
 from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.plan.json_codec import encode
 
@@ -55,28 +57,54 @@ class LoadRequest:
     """Folder or name of the model, from whose vocabulary prompts are drawn."""
     trust_remote_code: bool
     rounds: tuple[Round, ...]
+    texts: Texts | None = None
+    """What prompts are taken from; None: random tokens."""
 
 
 def send(request: LoadRequest, on_step: OnStep) -> int:
     """Send the rounds that have no samples yet; return how many there were."""
     # The public functions behind `vllm bench serve`: the command needs the metadata of a package called vllm.
-    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
-    add_cli_args(parser)
+    serve.add_cli_args(parser)
     missing = [each for each in request.rounds if not Path(each.samples).exists()]
     for number, each in enumerate(missing):
         on_step(number / len(missing), each.title)
         folders, environ = [Path(folder) for folder in each.run_dirs], {**os.environ, **each.caches}
         compiled, before = compilations(folders, environ), energy_joules()
         arguments: Any = parser.parse_args(_arguments(request, each))
-        found = main(arguments)
+        with _prompts_from(request.texts, serve):
+            found = serve.main(arguments)
         after = energy_joules()
         used = None if before is None or after is None else after - before
         samples = _samples(found, used, compilations(folders, environ) - compiled)
         write_atomically(Path(each.samples), json.dumps(encode(samples)))
     return len(missing)
+
+
+@contextlib.contextmanager
+def _prompts_from(texts: Texts | None, serve: Any) -> Iterator[None]:
+    """Have the requests of a trace ask about texts: vLLM's traces have random tokens for prompts."""
+    if texts is None:
+        yield
+        return
+    original = serve.get_samples
+
+    def get_samples(arguments: Any, tokenizer: Any) -> Any:
+        prompts = Prompts(texts, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        samples = original(arguments, tokenizer)
+        for sample, asked in zip(samples, read_trace(Path(arguments.dataset_path)), strict=True):
+            sample.prompt = prompts.tokens(asked.hash_ids[0], asked.input_length)
+            sample.prompt_len = len(sample.prompt)
+        return samples
+
+    serve.get_samples = get_samples
+    try:
+        yield
+    finally:
+        serve.get_samples = original
 
 
 def _arguments(request: LoadRequest, each: Round) -> list[str]:

@@ -15,6 +15,7 @@ from moe_optimizer.yaml_model import Section, read_section
 
 _TOKENS = Annotated[int, Field(ge=1, le=16_777_216)]
 _CLIENTS = Annotated[int, Field(ge=1, le=65_536)]
+RANDOM, CORPUS = "random", "corpus"
 _RATE = Annotated[float, Field(gt=0, le=1e6)]
 
 
@@ -68,6 +69,8 @@ class Workload(Section):
     burst: int = Field(default=1, ge=1, le=65_536)
     """Requests that arrive together in an open loop."""
     shared_prefix: SharedPrefix | None = None
+    prompts: str = RANDOM
+    """`random` tokens; pieces of the shipped `corpus`; or the prompts of a .jsonl file, cut at the drawn length."""
     seed: int = Field(default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
@@ -79,6 +82,10 @@ class Workload(Section):
         shared = self.shared_prefix.tokens if self.shared_prefix else 0
         if any(kind.prompt.least <= shared for kind in self.requests):
             raise PydanticCustomError("prefix", "prompts longer than `shared_prefix.tokens`")
+        if self.prompts not in (RANDOM, CORPUS) and not self.prompts.endswith(".jsonl"):
+            raise PydanticCustomError("prompts", "`prompts` random, corpus, or a .jsonl file")
+        if self.shared_prefix is not None and self.prompts != RANDOM:
+            raise PydanticCustomError("prompts", "`prompts` random beside `shared_prefix`")
         return self
 
     @property

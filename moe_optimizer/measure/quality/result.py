@@ -85,7 +85,7 @@ class Failure:
     pass_name: str
     """The pass that fails alone; "plan" where none does, or several together."""
     where: str
-    """The probe, "all", "batch", or a task."""
+    """The probe, "all" or "batch"."""
     metric: str
     value: float | None
     """None: no number came out."""

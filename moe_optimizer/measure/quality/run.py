@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.quality.distributions import Distributions
@@ -84,7 +83,9 @@ class _Run:
             reference, asked = self._serve(request.reference, "reference")
             plan, _ = self._serve(request.plan, "plan")
         found = _found(asked, reference, plan)
-        probes = self._probe_results(found, plan)
+        proofs = proofs_in(plan.run_dir)
+        kernels = {probe.tokens: kernel_at(request.judged_plan, proofs, probe.tokens) for probe in asked}
+        probes = _probe_results(found, kernels)
         fields = metrics(found)
         batch = [
             each
@@ -108,7 +109,7 @@ class _Run:
             thresholds=thresholds,
             failed=tuple(named(failed, alone_failed, tuple(request.alone))),
             probes=tuple(probes),
-            kernels=tuple(self._kernel_results(found, plan)),
+            kernels=tuple(_kernel_results(found, kernels)),
             passes_alone=tuple(alone),
             not_alone=request.not_alone,
             batch=tuple(batch),
@@ -162,44 +163,39 @@ class _Run:
                 failed.append((name, failures))
         return results, failed
 
-    def _kernels(self, found: Found, plan: ServedSide) -> dict[int, Kernel]:
-        proofs = proofs_in(plan.run_dir)
-        return {probe.tokens: kernel_at(self._request.judged_plan, proofs, probe.tokens) for probe, _ in found}
-
-    def _probe_results(self, found: Found, plan: ServedSide) -> list[ProbeResult]:
-        kernels = self._kernels(found, plan)
-        return [
-            ProbeResult(
-                **metrics([(probe, difference)]),
-                probe=str(probe),
-                kind=probe.kind,
-                tokens=probe.tokens,
-                prompts=len(probe.prompts),
-                kernel=kernels[probe.tokens].name,
-            )
-            for probe, difference in found
-        ]
-
-    def _kernel_results(self, found: Found, plan: ServedSide) -> list[KernelResult]:
-        kernels = self._kernels(found, plan)
-
-        def kernel(each: tuple[Probe, Differences]) -> Kernel:
-            return kernels[each[0].tokens]
-
-        results = []
-        for which, group in groupby(sorted(found, key=lambda each: str(kernel(each))), key=kernel):
-            probed = list(group)
-            tokens = tuple(sorted({probe.tokens for probe, _ in probed}))
-            results.append(
-                KernelResult(
-                    **metrics(probed), kernel=which.name, dtype=which.dtype, backend=which.backend, tokens=tokens
-                )
-            )
-        return results
-
 
 def _found(asked: Sequence[Probe], reference: ServedSide, plan: ServedSide) -> Found:
     return [(probe, differences(probe, reference.answers[probe.key], plan.answers[probe.key])) for probe in asked]
+
+
+def _probe_results(found: Found, kernels: Mapping[int, Kernel]) -> list[ProbeResult]:
+    return [
+        ProbeResult(
+            **metrics([(probe, difference)]),
+            probe=str(probe),
+            kind=probe.kind,
+            tokens=probe.tokens,
+            prompts=len(probe.prompts),
+            kernel=kernels[probe.tokens].name,
+        )
+        for probe, difference in found
+    ]
+
+
+def _kernel_results(found: Found, kernels: Mapping[int, Kernel]) -> list[KernelResult]:
+    computed: dict[Kernel, Found] = {}
+    for probe, difference in found:
+        computed.setdefault(kernels[probe.tokens], []).append((probe, difference))
+    return [
+        KernelResult(
+            **metrics(probed),
+            kernel=kernel.name,
+            dtype=kernel.dtype,
+            backend=kernel.backend,
+            tokens=tuple(sorted({probe.tokens for probe, _ in probed})),
+        )
+        for kernel, probed in sorted(computed.items(), key=lambda each: str(each[0]))
+    ]
 
 
 def _first_difference(
@@ -222,7 +218,7 @@ def _first_difference(
 
 
 def _prompt(prompt: str, reference: str, plan: str) -> PromptResult:
-    differs = [number for number, (one, other) in enumerate(zip(reference, plan, strict=False)) if one != other]
-    shorter = min(len(reference), len(plan))
-    first = differs[0] if differs else None if len(reference) == len(plan) else shorter
-    return PromptResult(prompt=prompt, reference=reference, plan=plan, first_difference=first)
+    pairs = enumerate(zip(reference, plan, strict=False))
+    first = next((number for number, (one, other) in pairs if one != other), min(len(reference), len(plan)))
+    differs = None if reference == plan else first
+    return PromptResult(prompt=prompt, reference=reference, plan=plan, first_difference=differs)

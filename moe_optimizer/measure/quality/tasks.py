@@ -24,6 +24,7 @@ from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.measure.process import OnStep, answer_request, run_measurement
 from moe_optimizer.measure.quality.intervals import estimate, mean
 from moe_optimizer.measure.quality.result import TaskResult
+from moe_optimizer.measure.quality.task_names import check_task_names
 from moe_optimizer.yaml_document import read_yaml
 
 TaskAnswers = Mapping[str, Mapping[str, float]]
@@ -49,18 +50,18 @@ class TaskRequest:
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Refuse tasks without the harness, and files that are no task.
+    """Refuse tasks without the harness, names that it does not know, and files that are no task.
 
     Raises:
-        InputError: a file cannot be read or names no task.
+        InputError: a file cannot be read or names no task, or there is no task of that name.
         UnsupportedError: the harness is not installed.
     """
-    for each in tasks:
-        _specified(each)
+    names = [each for each in tasks if isinstance(_specified(each), str)]
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise UnsupportedError(
             "--tasks: lm-evaluation-harness is not installed", hint="run: pip install 'moe-optimizer[eval]'"
         )
+    check_task_names(names)
 
 
 def _specified(task: str) -> str | dict[str, Any]:

@@ -11,14 +11,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.claimed_folder import claim_folder
 from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome
 from moe_optimizer.plan.json_codec import decode, encode
 
 _MAX_BYTES = 1 << 22
-_IDENTITY_FILE = "tune.digest"
 _RELATIVE = {"paired": 1.0, "alone": 0.5, "judged": 1.0}
 """Times of measurements that were not made yet, relative to one that was: they start two servers, or one."""
 
@@ -29,21 +29,20 @@ class Journal:
     Args:
         folder: gets a file for each measurement; None: nothing is kept.
         budget_s: for all measurements together, those of earlier runs included.
-        identity: what the measurements are of; the folder of another is refused.
+        identity: what the measurements are of, as JSON values; the folder of another is refused.
 
     Raises:
         InputError: the folder has measurements of something else.
     """
 
-    def __init__(self, folder: Path | None, *, budget_s: float, identity: str = "") -> None:
+    def __init__(self, folder: Path | None, *, budget_s: float, identity: Any = None) -> None:
         self._folder = folder
         self._budget_s = budget_s
         self._last: dict[str, float] = {}
         self._found: dict[str, Outcome] = {}
         self._lost_s = 0.0
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _claim(folder / _IDENTITY_FILE, identity)
+            claim_folder(folder, identity, command="tune")
 
     @property
     def spent_s(self) -> float:
@@ -98,14 +97,3 @@ class Journal:
     @staticmethod
     def _read(path: Path) -> Outcome:
         return decode(Outcome, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
-
-
-def _claim(mark: Path, identity: str) -> None:
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if not mark.exists():
-        write_atomically(mark, digest + "\n")
-    elif read_text(mark, max_bytes=64).strip() != digest:
-        raise InputError(
-            f"--run-dir: {mark.parent} has measurements of another plan, goal or workload",
-            hint="name another folder, or remove this one",
-        )

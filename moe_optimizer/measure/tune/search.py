@@ -11,7 +11,7 @@ from moe_optimizer.measure.expected_gains import ExpectedGain
 from moe_optimizer.measure.tune.comparison import Comparison, compared, median_score
 from moe_optimizer.measure.tune.goal import Goal
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.ledger import Ended, Entry, NearestMiss
+from moe_optimizer.measure.tune.ledger import Ended, Entry, NearestMiss, Step
 from moe_optimizer.measure.tune.setting_search import SettingSearch
 from moe_optimizer.measure.tune.settings import Settings, arguments_of
 from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial
@@ -34,6 +34,8 @@ class PlannedPass:
     with_passes: tuple[str, ...] = ()
     """Passes that cannot run without it: they are off with it."""
     expected: ExpectedGain | None = None
+    why_unjudged: str = ""
+    """Why these requests cannot tell whether it wins; "" where they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,9 @@ class _Search:
                 "predicted_metric": expected.metric or None,
                 "no_prediction": expected.why_none,
             }
+        if planned.why_unjudged:
+            self._note("ablation", planned.name, kept=True, reason=planned.why_unjudged, **facts)
+            return True
         if why := self._measure.why_not(without):
             self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
             return True
@@ -237,9 +242,9 @@ class _Search:
         while open_ends:
             candidate = open_ends.pop(0)
             identity = self._identity(candidate)
-            if identity in refused or candidate == self._safe:
-                if candidate == self._safe and candidate != STOCK:
-                    return
+            if candidate == self._safe and candidate != STOCK:
+                return
+            if identity in refused:
                 continue
             refused.add(identity)
             if not self._is_better(candidate):
@@ -319,7 +324,7 @@ class _Search:
 
     def _compare(
         self,
-        step: Any,
+        step: Step,
         what: str,
         against: Candidate,
         outcome: Outcome,
@@ -345,7 +350,7 @@ class _Search:
             )
         )
 
-    def _note(self, step: Any, what: str, *, kept: bool, reason: str, **facts: Any) -> None:
+    def _note(self, step: Step, what: str, *, kept: bool, reason: str, **facts: Any) -> None:
         self._entries.append(Entry(step=step, what=what, against="", kept=kept, reason=reason, **facts))
 
     def _measured(self, kind: str, what: tuple[str, ...], text: str, measure: Callable[[], Outcome]) -> Outcome:

@@ -12,6 +12,8 @@ from moe_optimizer.launcher import launch
 from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.side import STOCK
+from moe_optimizer.measure.quality import run as quality_run
+from tests.builders.results import bench_result
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
@@ -26,6 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
         raise InputError("noted")
 
     monkeypatch.setattr(run, "run_bench", note)
+    monkeypatch.setattr(quality_run, "run_quality", note)
     monkeypatch.setattr(launch, "check", lambda *_, **__: None)
     return requests
 
@@ -60,3 +63,79 @@ def test_what_must_run_must_run_on_the_first_side_alone(asked: list[BenchRequest
     assert stock.plan is not None
     assert ours.plan.decision("expert_load").required
     assert not stock.plan.decision("expert_load").required
+
+
+@pytest.fixture
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The file of a plan that was made for a user's own arguments."""
+    arguments = ["--batch-size", "6", "--profile", "conservative", "--json", "--", "--max-model-len", "300"]
+    assert main(["plan", TINY_MOE, *arguments]) == ExitCode.OK
+    file = tmp_path / "a.json"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("command", ["bench", "quality"])
+@pytest.mark.parametrize("beside", ["--plan", "--against"])
+@pytest.mark.parametrize("given", [["--", "--max-model-len", "200"], ["--batch-size", "2"], ["--dtype", "bfloat16"]])
+def test_what_cannot_reach_the_plan_of_a_file_is_refused(
+    command: str,
+    beside: str,
+    given: list[str],
+    planned: str,
+    asked: list[BenchRequest],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([command, TINY_MOE, beside, planned, "--calibrate", "0", *given]) == ExitCode.BAD_INPUT
+    assert f"{planned} and {given[0]}: the plan is served as it is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "quality"])
+@pytest.mark.parametrize("given", [["--profile", "balanced"], ["--enable-fp8"], ["--require", "fp8"]])
+def test_a_wish_beside_the_plan_of_a_file_is_refused(
+    command: str, given: list[str], planned: str, asked: list[BenchRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, TINY_MOE, "--plan", planned, "--calibrate", "0", *given]) == ExitCode.BAD_INPUT
+    assert given[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [STOCK, "balanced"])
+def test_the_other_side_has_the_arguments_that_a_files_plan_was_made_with(
+    other: str, asked: list[BenchRequest], planned: str
+) -> None:
+    main(["bench", TINY_MOE, "--plan", planned, "--against", other, "--workload", "small", "--calibrate", "0"])
+    for side in asked[0].sides:
+        assert side.plan is not None
+        assert side.plan.serve_args.value("--max-model-len") == "300"
+        assert side.plan.workload.batch_size == 6
+
+
+def test_a_port_reaches_both_sides(asked: list[BenchRequest], planned: str) -> None:
+    main(["bench", TINY_MOE, "--plan", planned, "--workload", "small", "--port", "8200"])
+    assert [side.plan.serve_args.value("--port") for side in asked[0].sides if side.plan is not None] == [
+        "8200",
+        "8201",
+    ]
+
+
+@pytest.mark.parametrize("workload", ["burst", "trace.jsonl"])
+def test_requests_per_client_are_refused_where_there_are_no_clients(
+    workload: str, tmp_path: Path, asked: list[BenchRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = workload if workload == "burst" else str(tmp_path / workload)
+    assert main(["bench", TINY_MOE, "--workload", where, "--requests-per-client", "2"]) == ExitCode.BAD_INPUT
+    assert "--requests-per-client" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workload", "is_said"), [("small", True), ("text", False)])
+def test_it_says_where_its_requests_judge_no_draft(
+    workload: str,
+    is_said: bool,
+    asked: list[BenchRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "run_bench", lambda *_, **__: bench_result())
+    arguments = ["--workload", workload, "--enable-speculation", "--calibrate", "0"]
+    assert main(["bench", TINY_MOE, *arguments]) == ExitCode.OK
+    assert ("random tokens judge no draft" in capsys.readouterr().err) == is_said

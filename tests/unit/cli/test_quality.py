@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_tasks_without_the_harness_name_the_extra(capsys: pytest.CaptureFixture[
     assert "moe-optimizer[eval]" in capsys.readouterr().err
 
 
+def test_a_name_that_is_no_task_is_refused_before_anything_starts(
+    asked: list[QualityRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index of names is a stand-in: the harness is no dependency of the tests."""
+    package = tmp_path / "site" / "lm_eval" / "tasks"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class TaskManager:\n    all_tasks = ['mmlu', 'gsm8k']\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parents[1]), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(package.parents[1])
+    assert main(["quality", TINY_MOE, "--calibrate", "0", "--tasks", "mmlu,gsm8"]) == ExitCode.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "gsm8" in said
+    assert "did you mean gsm8k?" in said
+    assert not asked
+    assert main(["quality", TINY_MOE, "--calibrate", "0", "--tasks", "mmlu,gsm8k"]) == ExitCode.OK
+
+
 @pytest.mark.parametrize("option", ["--data", "--prompts"])
 def test_an_empty_file_is_bad_input(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.txt"
@@ -96,3 +115,23 @@ def test_an_empty_file_is_bad_input(option: str, tmp_path: Path, capsys: pytest.
 def test_a_url_cannot_be_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quality", TINY_MOE, "--plan", "http://127.0.0.1:1"]) == ExitCode.BAD_INPUT
     assert "--against" in capsys.readouterr().err
+
+
+def test_a_limit_of_tasks_that_there_are_not_is_refused(
+    asked: list[QualityRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quality", TINY_MOE, "--task-limit", "5"]) == ExitCode.BAD_INPUT
+    assert "--task-limit" in capsys.readouterr().err
+
+
+def test_a_pass_of_a_files_plan_is_alone_with_the_users_arguments(
+    asked: list[QualityRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--enable-flash-dmoe", "--json", "--", "--max-model-len", "300"]
+    assert main(["plan", TINY_MOE, *arguments]) == ExitCode.OK
+    file = tmp_path / "a.json"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert main(["quality", TINY_MOE, "--plan", str(file)]) == ExitCode.OK
+    alone = asked[0].alone["flash_dmoe"].side.plan
+    assert alone is not None
+    assert alone.serve_args.value("--max-model-len") == "300"

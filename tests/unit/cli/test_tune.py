@@ -157,6 +157,18 @@ def test_limits_that_no_plan_keeps_end_with_the_nearest_miss(served: list[Slowne
     assert 1.5 < ledger["nearest_miss"]["score"] < 1.7
 
 
+def test_a_limit_of_times_per_token_needs_completions_of_two_tokens(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.append(lambda plan: 1.0)
+    file = tmp_path / "one.yaml"
+    kind = "{prompt: {least: 4, most: 8}, output: {least: 1, most: 1}}"
+    file.write_text(f"description: d\nrequests: [{kind}]\nclients: [1]\n", encoding="utf-8")
+    arguments = ("--workload", str(file), "--goal", "ttft<900ms,tpot<30ms")
+    assert tune(tmp_path / "run", *arguments)[0] == ExitCode.BAD_INPUT
+    assert "two tokens" in capsys.readouterr().err
+
+
 def test_a_server_that_dies_is_a_line_of_the_ledger(served: list[Slowness], tmp_path: Path) -> None:
     def dies(plan: Plan) -> float:
         if is_on(plan, "scheduler"):
@@ -197,6 +209,50 @@ def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
     assert judged
     assert "flash_dmoe" not in ledger["passes"]
     assert "at fault: flash_dmoe" in next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
+
+
+@pytest.mark.parametrize("workload", ["chat", "text"])
+def test_drafts_are_judged_with_text_alone(workload: str, served: list[Slowness], tmp_path: Path) -> None:
+    served.append(
+        lambda plan: (1.2 if is_on(plan, "speculation") else 1.0) * (0.5 if is_on(plan, "scheduler") else 1.0)
+    )
+    tune(tmp_path / "run", "--workload", workload, "--enable-speculation")
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text(encoding="utf-8"))
+    line = next(each for each in ledger["entries"] if each["what"] == "speculation")
+    if workload == "text":
+        assert (line["verdict"], line["kept"]) == ("slower", False)
+        assert "speculation" not in ledger["passes"]
+    else:
+        assert (line["verdict"], line["kept"]) == (None, True)
+        assert "random tokens judge no draft" in line["reason"]
+
+
+def test_stock_vllm_beside_a_tuned_plan_has_the_users_arguments_and_not_the_tuned_ones(
+    served: list[Slowness], tmp_path: Path
+) -> None:
+    served.append(lambda plan: 0.5 if plan.serve_args.value("--max-num-batched-tokens") == "512" else 1.0)
+    assert tune(tmp_path / "run")[0] == ExitCode.OK
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.serve_args.value("--max-num-batched-tokens") == "512"
+    assert plan.plain_args.value("--max-num-batched-tokens") is None
+    assert plan.plain_args.value("--max-num-seqs") == "64"
+
+
+@pytest.mark.parametrize(
+    "given", [["--goal", "latency"], ["--clients", "3"], ["--workload", "decode"], ["--seed", "1"]]
+)
+def test_what_the_tuning_of_the_triton_kernel_alone_has_no_use_for_is_refused(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", TINY_MOE, "--only", "triton", *given]) == ExitCode.BAD_INPUT
+    assert given[0] in capsys.readouterr().err
+
+
+def test_options_of_the_triton_kernel_are_refused_where_it_does_not_run(
+    served: list[Slowness], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert tune(tmp_path / "run", "--tokens", "1,2")[0] == ExitCode.BAD_INPUT
+    assert "--tokens" in capsys.readouterr().err
 
 
 def test_without_optuna_it_says_what_to_install(

@@ -47,6 +47,8 @@ def test_an_unknown_name_is_an_error_with_the_nearest(tmp_path: Path):
         (GOOD.replace("least: 4", "lest: 4"), "lest"),
         (GOOD + "shared_prefix: {tokens: 4}\n", "shared_prefix"),
         (GOOD + "speed: 3\n", "speed"),
+        (GOOD + "prompts: corpsu\n", "prompts"),
+        (GOOD.replace("least: 4", "least: 5") + "shared_prefix: {tokens: 4}\nprompts: corpus\n", "prompts"),
         ("- 1\n", "object"),
     ],
 )

@@ -79,6 +79,14 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_ledger(measure: PaperMeas
         assert found_by(again, folder=Path(parts), **changes) == straight
 
 
+def test_a_pass_that_the_requests_cannot_judge_is_not_measured_alone_and_its_line_says_why() -> None:
+    passes = [PlannedPass(name="good"), PlannedPass(name="bad", why_unjudged="cannot tell")]
+    found = found_by(PaperMeasure(passes={"good": 1.5, "bad": 0.8}), passes=passes)
+    assert found.candidate == Candidate()
+    line = entry(found, "ablation", "bad")
+    assert (line.kept, line.reason, line.verdict) == (True, "cannot tell", None)
+
+
 def test_a_pass_that_harms_is_off_and_one_that_wins_stays() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5, "bad": 0.8}))
     assert found.candidate == Candidate(off=frozenset({"bad"}))

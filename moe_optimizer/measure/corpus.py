@@ -1,7 +1,8 @@
-"""Reads the texts on which servers are compared: the shipped ones, or the user's."""
+"""Reads the texts that servers are asked about: the shipped ones, or the user's."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
@@ -40,3 +41,26 @@ def prompts_of(path: Path) -> tuple[str, ...]:
     if not prompts:
         raise InputError(f"{path}: got no prompts, expected one a line")
     return prompts
+
+
+def prompts_of_lines(path: Path) -> tuple[str, ...]:
+    """Return the prompts of a JSONL file: `prompt` of each line.
+
+    Raises:
+        InputError: it cannot be read, or a line has no prompt; the message names the line.
+    """
+    prompts = []
+    for number, line in enumerate(read_text(path, max_bytes=_MAX_BYTES).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: not JSON: {error}") from None
+        prompt = found.get("prompt") if isinstance(found, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InputError(f'{path}:{number}: got {line:.60}, expected an object with a text: {{"prompt": "..."}}')
+        prompts.append(prompt)
+    if not prompts:
+        raise InputError(f"{path}: got no prompts, expected one JSON object a line")
+    return tuple(prompts)
