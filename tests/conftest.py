@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
+_NEEDS_VLLM = Path(__file__).resolve().parent / "vllm"
+"""Where a test lies says that it needs vLLM: one file without the mark turned the order below off, and said nothing."""
 _OTHERS = "files that start no server"
 # The files that start servers of their own or those of tests/vllm/conftest.py. Each of those is started by the first
 # file that asks and read by the others (tests/shared_result.py), so the order is: the longest first, and no two
@@ -66,6 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if "soak" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    for item in items:
+        if _NEEDS_VLLM in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
     served = [item for item in items if item.get_closest_marker("vllm") or item.get_closest_marker("gpu")]
     for item in served:
         item.add_marker(pytest.mark.timeout(3600))
@@ -87,8 +93,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | No
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but not among what was imported."""
+    """Look for garbage again, but not among what was imported, and a thirtieth as often as Python does by itself."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 

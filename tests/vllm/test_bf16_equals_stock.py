@@ -8,8 +8,6 @@ from moe_optimizer.proof.verdict import model_holders
 from tests.vllm.answers import assert_ours_ran, assert_same_up_to_a_tie, bf16_spacing
 from tests.vllm.conftest import Served
 
-pytestmark = pytest.mark.vllm
-
 
 def test_a_broken_kernel_leaves_the_layers_to_vllm_and_the_table_says_why(fallback_bf16: Served) -> None:
     assert fallback_bf16.info is not None

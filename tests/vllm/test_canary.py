@@ -22,7 +22,6 @@ from tests.vllm.cuda_class import Kernels, activated, modular_kernel, offered, s
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, WIDTH
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.vllm
 
 RANGES = (
     TokenRange(up_to=2, use="direct"),

@@ -9,8 +9,6 @@ import pytest
 
 from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_graph
 
-pytestmark = pytest.mark.vllm
-
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 MAX_NUM_SEQS = 64
 LARGEST = {"NONE": 0, "FULL_DECODE_ONLY": MAX_NUM_SEQS, "FULL_AND_PIECEWISE": 512, "PIECEWISE": 512}

@@ -13,7 +13,6 @@ from tests.vllm.cuda_class import RANGES, activated, offered, stock_class
 from tests.vllm.expert_layers import PASS, moe_config
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture

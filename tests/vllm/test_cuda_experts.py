@@ -16,7 +16,6 @@ from tests.vllm.cuda_class import RANGES, Kernels, activated, modular_kernel, of
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture

@@ -30,10 +30,7 @@ from tests.run_processes import processes_of
 from tests.served_until import serve
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, tiny_plan
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs the package vllm-router"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs the package vllm-router")
 BLOCK = 128
 """Tokens of a cache block of vLLM's CPU build: only whole ones are handed over."""
 # Less than a block, its edges, a prompt that is looked up by fewer blocks than it fills, and several blocks.

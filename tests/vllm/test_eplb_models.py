@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 from moe_optimizer.specs.eplb_models import EPLB_ARCHITECTURES
-
-pytestmark = pytest.mark.vllm
 
 
 def registered() -> dict[str, tuple[str, str]]:

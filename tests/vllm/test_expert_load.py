@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +13,6 @@ from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 from tests.vllm.conftest import TINY_MOE, Served
 from tests.vllm.counted import MAX_TOKENS, PROMPT, ROUTED_TOKENS, Counted
 
-pytestmark = pytest.mark.vllm
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
 
 

@@ -19,8 +19,6 @@ from tests.run_processes import processes_of
 from tests.served_until import serve
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, tiny_plan
 
-pytestmark = pytest.mark.vllm
-
 
 def test_a_required_pass_that_cannot_run_ends_the_start_with_exit_code_6(
     broken_kernel: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

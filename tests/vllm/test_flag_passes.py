@@ -14,8 +14,6 @@ from tests.run_processes import processes_of
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.flags_and_pruned import MAX_MODEL_LEN, MAX_NUM_SEQS, Seen, flags_and_pruned
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:

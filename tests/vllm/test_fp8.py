@@ -15,7 +15,6 @@ from tests.builders import profile_with
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, plan_here
 from tests.vllm.heldout import heldout_perplexity, reference_perplexity
 
-pytestmark = pytest.mark.vllm
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
 MAX_PERPLEXITY_RATIO = 1.005
 """The bound on quality. Seen: 17.127 with FP8, 17.115 with BF16, 17.110 in FP32."""

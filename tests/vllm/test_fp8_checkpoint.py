@@ -15,8 +15,6 @@ import torch
 from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import fp8_in_memory
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, TOP_K, WIDTH, moe_config
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(autouse=True)
 def _configured() -> Iterator[None]:

@@ -14,7 +14,6 @@ import pytest
 from moe_optimizer.passes.registry import resolve_wishes
 from tests.vllm.conftest import ROOT, TINY_MOE, plan_here
 
-pytestmark = pytest.mark.vllm
 LAYERS, EXPERTS, WIDTH = 8, 32, 512
 BF16_BYTES = LAYERS * EXPERTS * 3 * WIDTH * WIDTH * 2
 

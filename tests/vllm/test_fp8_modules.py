@@ -12,7 +12,6 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
 
-pytestmark = pytest.mark.vllm
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """As vLLM's models declare them."""
 LAYER = "model.layers.3"

@@ -24,8 +24,6 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request, software
 from tests.plugin_state import own_patches, own_session
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture
 def deep_gemm() -> Iterator[Any]:

@@ -15,7 +15,6 @@ from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
 from tests.vllm.conftest import TINY_MOE
 
-pytestmark = pytest.mark.vllm
 COMMAND = [sys.executable, "-m", "moe_optimizer", "measure", "fp8-sensitivity", str(TINY_MOE)]
 
 

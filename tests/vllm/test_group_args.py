@@ -7,8 +7,6 @@ import pytest
 from moe_optimizer.plan.server_group import ServerGroup
 from tests.golden.stored import PLANS, read_plan
 
-pytestmark = pytest.mark.vllm
-
 
 def golden_groups(kind: str) -> list[ServerGroup]:
     paths = [path for path in PLANS if path.stem.endswith(f"_{kind}")]

@@ -10,8 +10,6 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.ops.test_huge_pages import huge_bytes
 from tests.vllm.expert_layers import PASS, activated, make_cpu_experts, make_layer
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:

@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.eventually import eventually
 from tests.run_processes import processes_of
 from tests.vllm.conftest import spawning, tiny_plan
-
-pytestmark = pytest.mark.vllm
 
 LAUNCHER = """
 import sys

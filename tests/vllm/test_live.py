@@ -7,8 +7,6 @@ import pytest
 from tests.vllm.conftest import MAX_TOKENS, PROMPTS, Served
 from tests.vllm.scraped import Watched
 
-pytestmark = pytest.mark.vllm
-
 
 def watched(served: Served) -> Watched:
     assert served.watched is not None

@@ -44,8 +44,6 @@ from tests.free_ports import free_port
 from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
-pytestmark = pytest.mark.vllm
-
 TOP = 64
 
 

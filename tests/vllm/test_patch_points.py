@@ -20,8 +20,6 @@ from tests.plugin_state import own_patches, own_session
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS, moe_config
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:

@@ -5,14 +5,10 @@ That the tokens are those of stock vLLM is asserted where the other servers' are
 
 from __future__ import annotations
 
-import pytest
-
 from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.verdict import model_holders
 from tests.vllm.conftest import Served
-
-pytestmark = pytest.mark.vllm
 
 
 def test_every_worker_holds_the_experts_that_the_plan_gave_it(ours_expert_parallel: Served) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.vllm
-
 
 class Transfers:
     """Stands for vLLM's scheduler side of NIXL: what it is told, and the place that it names."""

@@ -10,10 +10,7 @@ from moe_optimizer.proof.verdict import kernels_in_use
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import Served
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs the package vllm-router"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs the package vllm-router")
 
 
 def test_every_server_took_a_request_before_they_counted_as_ready(ours_bf16: Served) -> None:

@@ -13,7 +13,6 @@ from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.expert_layers import PASS, activated, make_cpu_experts, make_layer
 
-pytestmark = pytest.mark.vllm
 TOKENS = 6
 
 

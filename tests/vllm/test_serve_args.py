@@ -24,7 +24,6 @@ from tests.builders import profile_with, software
 from tests.golden.stored import PLANS
 from tests.vllm.conftest import ROOT
 
-pytestmark = pytest.mark.vllm
 TINY_MOE = str(ROOT / "examples" / "tiny-moe")
 """EngineArgs look for the model; of it only the name matters here."""
 CONFIGS = ROOT / "tests" / "data" / "model_configs"

@@ -7,8 +7,6 @@ import pytest
 from tests.vllm.answers import assert_ours_ran
 from tests.vllm.conftest import MAX_TOKENS, PROMPTS, Served
 
-pytestmark = pytest.mark.vllm
-
 
 def test_the_kill_switch_leaves_no_trace(stock_fp32: Served) -> None:
     assert stock_fp32.info is not None

@@ -13,7 +13,6 @@ from tests.vllm.conftest import Served
 from tests.vllm.flags_and_pruned import Seen, flags_and_pruned
 from tests.vllm.heldout import reference_perplexity
 
-pytestmark = pytest.mark.vllm
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
 
 

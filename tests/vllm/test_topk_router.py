@@ -10,8 +10,6 @@ from moe_optimizer.ops import kernels_available
 from moe_optimizer.ops.topk_router import topk_router
 from tests.ops.test_flash_dmoe import routed_weights
 
-pytestmark = pytest.mark.vllm
-
 AVAILABLE, REASON = kernels_available()
 
 # experts, top_k, groups, kept groups, scoring, renormalize, bias, scaling: the schemes of models vLLM serves.

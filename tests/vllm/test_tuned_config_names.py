@@ -25,8 +25,6 @@ from moe_optimizer.specs.model import ModelSpec
 from tests.builders import profile_with, software
 from tests.vllm.test_serve_args import CONFIGS, MODELS, inspected
 
-pytestmark = pytest.mark.vllm
-
 DEVICE = "h200"
 SPLITS = ((1, False), (2, False), (2, True), (4, False), (8, False), (8, True))
 """GPUs, and whether each holds whole experts."""

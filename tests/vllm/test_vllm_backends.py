@@ -11,8 +11,6 @@ from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion, TokenSp
 if TYPE_CHECKING:  # imported by the tests: every test worker collects this file, and one imports vLLM for it
     from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
     from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends
-
-pytestmark = pytest.mark.vllm
 SHAPE = LayerShape(hidden_size=64, intermediate_size=64, num_experts=4, num_global_experts=4, top_k=2)
 QUESTION = SpeedQuestion(device="this", weights="bf16", shape=SHAPE, kernel_hash="", vllm="")
 

@@ -12,8 +12,6 @@ from moe_optimizer.inspection.vllm_sources import unknown_flags
 from moe_optimizer.launcher.server_log import refusal
 from moe_optimizer.plan.serve_args import ServeArguments
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:

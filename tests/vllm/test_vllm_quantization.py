@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.inspection.vllm_sources import lacks_quantization
-
-pytestmark = pytest.mark.vllm
 
 
 def test_no_method_of_vllms_own_list_is_called_lacking() -> None:

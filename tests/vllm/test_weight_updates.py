@@ -18,7 +18,6 @@ from tests.vllm.conftest import plan_here
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH, moe_config
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.vllm
 
 TOKENS = 24
 FORMATS: dict[str, tuple[dict[str, Any], float]] = {

@@ -10,8 +10,6 @@ from moe_optimizer.inspection.hardware_probe import probe_hardware
 from moe_optimizer.plan_context.cpu_workers import worker_cores
 from tests.builders import context, decided_by, software, tiny_moe
 
-pytestmark = pytest.mark.vllm
-
 
 def test_a_worker_is_bound_as_vllm_binds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)

@@ -210,7 +210,7 @@ except launch.StopRequestedError:
 
 
 @pytest.fixture
-def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def launcher(fake: Fake, tmp_path: Path, heeded_signals: None) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the launcher in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
