@@ -33,7 +33,8 @@ void launch_combine(const Problem& problem, const GroupedWorkspace& workspace, c
 void run_experts(Problem problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, cudaStream_t stream) {
   const auto launch_gemms = launch.mode == GemmMode::kBf16         ? launch_gemms_bf16
                             : launch.mode == GemmMode::kFp8Weights ? launch_gemms_fp8_weights
-                                                                   : launch_gemms_fp8;
+                            : launch.mode == GemmMode::kFp8        ? launch_gemms_fp8
+                                                                   : launch_gemms_mxfp4_weights;
   if (problem.router.logits != nullptr) {
     problem = launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);
   }

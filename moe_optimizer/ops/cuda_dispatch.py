@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, choose_variant
-from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, holds_mxfp4
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.measured_variant import measured_variant
 
@@ -37,8 +37,6 @@ def why_not(problem: CudaProblem, variant: Variant) -> str | None:
     """Return why the variant does not cover `problem`, or None where it does. Reads no device data."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
-    if holds_mxfp4(problem.w13):
-        return "no CUDA kernel reads MXFP4 weights"
     sizes = problem.sizes
     if not (sizes.num_experts and sizes.top_k and sizes.hidden_size and sizes.intermediate_size):
         return (

@@ -59,6 +59,11 @@ def holds_mxfp4(weight: Tensor) -> bool:
     return weight.dtype == mxfp4.PACKED_DTYPE
 
 
+def bits_of(weight: Tensor) -> int:
+    """Return the bits of one weight, without its share of a scale."""
+    return 8 * weight.element_size() // (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)
+
+
 def columns_of(weight: Tensor) -> int:
     """Return K of a weight [E, N, K], which stores half as many elements where they are pairs of codes."""
     return weight.shape[-1] * (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
-from moe_optimizer.ops.expert_inputs import Inputs, columns_of, holds_mxfp4
+from moe_optimizer.ops.expert_inputs import Inputs, bits_of, columns_of, holds_mxfp4
 
 Fields = dict[str, int | float | bool]
 """A C++ struct by field names. A missing or unknown field is a TypeError."""
@@ -90,7 +90,7 @@ class CudaProblem:
             num_experts=self.w13.shape[0],
             hidden_size=self.x.shape[1],
             intermediate_size=columns_of(self.w2),
-            weight_bytes=self.w13.element_size(),
+            weight_bits=bits_of(self.w13),
         )
 
     def call(self, variant: Variant, num_multiprocessors: int) -> tuple[Fields, Fields | None, Fields, int]:

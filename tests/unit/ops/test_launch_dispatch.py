@@ -28,11 +28,11 @@ def why_not(problem: CudaProblem) -> str | None:
     return cuda_dispatch.why_not(problem, choose_variant(problem.sizes))
 
 
-SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
+SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=16)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weight_bytes", "expected"),
+    ("tokens", "weight_bits", "expected"),
     [
         (1, 2, DirectVariant()),
         (64, 1, DirectVariant()),
@@ -41,8 +41,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
         (8192, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
     ],
 )
-def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bytes, expected):
-    assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bytes=weight_bytes)) == expected
+def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bits, expected):
+    assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bits=weight_bits)) == expected
 
 
 def test_more_pairs_than_the_tables_of_the_direct_kernels_hold_go_to_the_grouped_kernels():
