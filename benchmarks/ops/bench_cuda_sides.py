@@ -34,13 +34,6 @@ FAMILIES: tuple[str, ...] = (
     "direct-mxfp4",
     "grouped-mxfp4_weights",
 )
-    "direct",
-    "grouped-bf16",
-    "grouped-fp8_weights",
-    "grouped-fp8",
-    "direct-mxfp4",
-    "grouped-mxfp4_weights",
-)
 
 
 def family_of(variant: Variant, dtype: str) -> str:
