@@ -140,7 +140,7 @@ struct StageScales {
 
 // MXFP4: the weights warp copies the exponents of a stage's 256 rows, 8 bytes each, beside the weights. A row's
 // exponents may start at any address, but copies are of aligned words: three words per row, of which exponent i is byte
-// `skew` + i. What lies past the end of a row, or of all rows, arrives as zeros: finite scales of zero weights.
+// `skew` + i. Words past the end of a row, or of all rows, arrive as zeros: finite scales of zero weights.
 struct StageExponents {
   // Of this lane's first row in either box. Its other rows are 32 apart, so they have the same skew.
   const unsigned char* words[2];

@@ -129,12 +129,14 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsign
 // Where the exponents of a lane's rows g and g + 8 of both operands start within their first word (StageExponents).
 struct StageExponentsOfLane {
   uint32_t selectors[2][2];  // of prmt: that byte of this lane's group, four times
+  int groups;                // of a row, from this lane's first on
 
   template <bool kUp>
   MOEOPT_DEVICE static StageExponentsOfLane of(const GemmArgs& args, int expert, int row_tile, int warpgroup) {
     const int groups = args.depth / static_cast<int>(kScaleGroup), lane = thread_index() % 32;
     const int warp = thread_index() / 32 % 4;
     StageExponentsOfLane exponents;
+    exponents.groups = groups - lane % 4;
     MOEOPT_UNROLL
     for (int a = 0; a < 2; ++a) {
       MOEOPT_UNROLL
@@ -167,6 +169,8 @@ MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExpo
     for (int piece = 0; piece < 2; ++piece) {
       Vec4 rows[2][2];
       uint32_t factors[2][2];
+      // Behind the row's last group are the next row's exponents; one of them may not be finite.
+      const uint32_t mask = 8 * step + 4 * piece < exponents.groups ? 0x00ff00ffu : 0;
       MOEOPT_UNROLL
       for (int a = 0; a < 2; ++a) {
         MOEOPT_UNROLL
@@ -175,7 +179,7 @@ MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExpo
           rows[a][half] = *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 +
                                                          (((4 * piece + lane % 4) ^ swizzle) << 4));
           const auto* words = reinterpret_cast<const uint32_t*>(stages.scales()) + row * 4 + piece;
-          factors[a][half] = mxfp4_factor(prmt(words[0], words[1], exponents.selectors[a][half]) & 0x00ff00ffu);
+          factors[a][half] = mxfp4_factor(prmt(words[0], words[1], exponents.selectors[a][half]) & mask);
         }
       }
       MOEOPT_UNROLL
