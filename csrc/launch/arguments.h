@@ -81,8 +81,8 @@ inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorksp
   PrepareArgs args{};
   args.in = static_cast<const uint16_t*>(moe.x);
   args.in_stride = moe.x_stride;
-  args.mxfp4_order = mode == GemmMode::kMxfp4Weights;
-  args.permuted = mode == GemmMode::kFp8Weights || args.mxfp4_order ? static_cast<uint16_t*>(w.tokens) : nullptr;
+  const bool permutes = mode == GemmMode::kFp8Weights || mode == GemmMode::kMxfp4Weights;
+  args.permuted = permutes ? static_cast<uint16_t*>(w.tokens) : nullptr;
   args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(w.tokens) : nullptr;
   args.scale = w.token_scale;
   args.rows = moe.num_tokens;

@@ -14,7 +14,9 @@ void launch_routing(const Problem& problem, const GroupedWorkspace& workspace, c
   const RouteArgs args = route_arguments(problem, workspace, launch);
   LaunchShape shape{dim3(static_cast<unsigned>(launch.route_blocks + launch.prepare_blocks)), kRouteThreads,
                     launch.route_shared_bytes, stream};
-  launch_kernel("count_pairs", count_pairs_kernel<>, shape, args, prepare_arguments(problem, workspace, launch.mode));
+  const auto count_pairs =
+      launch.mode == GemmMode::kMxfp4Weights ? count_pairs_kernel<true> : count_pairs_kernel<false>;
+  launch_kernel("count_pairs", count_pairs, shape, args, prepare_arguments(problem, workspace, launch.mode));
   if (launch.route_blocks == 1) return;
   shape.grid = dim3(static_cast<unsigned>(launch.route_blocks));
   shape.shared_bytes = 0;

@@ -312,15 +312,6 @@ def test_the_registered_ops_pass_opcheck_and_run_the_kernels(tokens, monkeypatch
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*arguments, out))
 
 
-@pytest.mark.parametrize("tokens", [4, 100])
-def test_the_registered_op_runs_the_kernels_of_mxfp4(tokens):
-    case = on_gpu(make_case(tokens, 2, 8, 288, 160, mxfp4=True))
-    p = case.problem
-    out = fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p), w13_scale=p.w13_scale, w2_scale=p.w2_scale)
-    assert_close(case, out)
-    assert torch.equal(out, run(p, DIRECT if tokens <= 64 else MXFP4_WEIGHTS))
-
-
 # Qwen3-30B-A3B's layer, of which the package ships measured speeds for some GPUs.
 @pytest.mark.parametrize("fp8", [None, "block"])
 @pytest.mark.parametrize("tokens", [1, 32, 300])

@@ -333,8 +333,12 @@ MOEOPT_DEVICE void cp_async_16(void* shared, const void* global, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// cp.async.ca of 4 bytes, likewise.
-MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid = true) {
+// cp.async.ca of 4 bytes
+MOEOPT_DEVICE void cp_async_4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
+}
+// The same; where `valid` is false it writes zeros and reads nothing.
+MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(shared)), "l"(global),
                "r"(valid ? 4 : 0)
                : "memory");

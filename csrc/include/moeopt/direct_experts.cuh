@@ -161,11 +161,11 @@ struct DirectTile {
     const int row = w13_row(moe.activation, width, first + thread_index() % 32 / 4, 0);
     gate = static_cast<const unsigned char*>(moe.w13) + expert * moe.w13_expert_stride * kStrideBytes<kWeightBits> +
            row * stride;
-    up_row = w13_row(moe.activation, width, 0, 1);
-    eighth_row = w13_row(moe.activation, width, 8, 0);
-    up_offset = up_row * stride;
-    eight_rows = eighth_row * stride;
-    if (kWeightBits == 4) {
+    up_offset = w13_row(moe.activation, width, 0, 1) * stride;
+    eight_rows = w13_row(moe.activation, width, 8, 0) * stride;
+    if constexpr (kWeightBits == 4) {
+      up_row = w13_row(moe.activation, width, 0, 1);
+      eighth_row = w13_row(moe.activation, width, 8, 0);
       const int64_t groups = moe.hidden_size / kScaleGroup;
       gate_exponents = moe.w13_exponents + (static_cast<int64_t>(expert) * 2 * width + row) * groups;
     }
@@ -260,7 +260,7 @@ MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
 }
 
 // Stores h of one tile, one element per thread. Gate and up are in two products, or in two register pairs of one.
-template <int kProducts>
+template <int kWeightBits, int kProducts>
 MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routing, int slot, int expert, int first,
                              const float* reduction) {
   const FusedExpertsArgs& moe = args.moe;
@@ -276,7 +276,7 @@ MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routin
     for (int w = 0; w < kDirectUpWarps; ++w) value[a] += reduction[w * kProducts * 128 + a * to_up + j];
     const int row = w13_row(moe.activation, width, i, a);
     if (moe.scale_kind == ScaleKind::kChannel) value[a] *= channel_scale(moe.w13_scale, expert, 2 * width, row);
-    if (moe.scale_kind == ScaleKind::kGroup32) value[a] *= kMxfp4Rescale;
+    if constexpr (kWeightBits == 4) value[a] *= kMxfp4Rescale;
     if (moe.w13_bias != nullptr) value[a] += channel_scale(moe.w13_bias, expert, 2 * width, row);
   }
   const uint32_t packed = cvt_bf16x2_f32(swiglu(moe.activation, value[0], value[1]), 0.0f);
@@ -321,7 +321,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBi
     MOEOPT_UNROLL
     for (int p = 0; p < kProducts; ++p) store_fragment(reduction + (warp * kProducts + p) * 128, sums[p]);
     bar_sync();
-    finish_up<kProducts>(args, routing, slot, expert, first, reduction);
+    finish_up<kWeightBits, kProducts>(args, routing, slot, expert, first, reduction);
     if (!more) return;
     bar_sync();
   }
@@ -446,7 +446,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
           float value = partial[r];
           const int at = first_row + row;
           if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, at);
-          if (moe.scale_kind == ScaleKind::kGroup32) value *= kMxfp4Rescale;
+          if constexpr (kWeightBits == 4) value *= kMxfp4Rescale;
           if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, at);
           sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
         }

@@ -373,7 +373,7 @@ template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                  const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
-  const int warpgroup = staging.warpgroup, warp = thread_index() / 32 % 4;
+  const int warpgroup = staging.warpgroup;
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
   const int first1 = first_row<kUp>(row_tile, warpgroup, 1);
   TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
@@ -393,9 +393,11 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   touch_all(sum0);
   touch_all(sum1);
   if (Shape::kMxfp4 || args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
-    const int of_up = row_tile * kBoxRows + warp_offset<kMode>(warpgroup, warp);
-    add_row_terms(sum0, row_terms<kUp>(args, tile.expert, kUp ? of_up : first0 + 16 * warp, 0));
-    add_row_terms(sum1, row_terms<kUp>(args, tile.expert, kUp ? of_up : first1 + 16 * warp, 1));
+    constexpr bool kSpread = kWarpRows<kMode, kUp> == 32;
+    const int rows0 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 0) : first0;
+    const int rows1 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 1) : first1;
+    add_row_terms(sum0, row_terms<kMode, kUp>(args, tile.expert, rows0, 0));
+    add_row_terms(sum1, row_terms<kMode, kUp>(args, tile.expert, rows1, 1));
   }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {

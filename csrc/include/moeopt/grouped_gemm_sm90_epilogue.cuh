@@ -201,18 +201,18 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
   }
 }
 
-// Scale (per channel; MXFP4: of all) and bias of a thread's two rows of operand `which`, whose rows in the warp begin
-// at `first`.
+// Scale (per channel; MXFP4: of all) and bias of a thread's two rows of operand `which`, which begins at row `first`.
 struct RowTerms {
   float scale[2], bias[2] = {0.0f, 0.0f};
 };
-template <bool kUp>
+template <GemmMode kMode, bool kUp>
 MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, int first, int which) {
+  constexpr int kWarpsApart = kWarpRows<kMode, kUp>;
   RowTerms terms;
-  terms.scale[0] = terms.scale[1] = args.scale_kind == ScaleKind::kGroup32 ? kMxfp4Rescale : 1.0f;
+  terms.scale[0] = terms.scale[1] = kMode == GemmMode::kMxfp4Weights ? kMxfp4Rescale : 1.0f;
   MOEOPT_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int inside = first + thread_index() % 32 / 4 + 8 * half;
+    const int inside = first + thread_index() % 128 / 32 * kWarpsApart + thread_index() % 32 / 4 + 8 * half;
     if (inside >= args.rows) continue;
     const int row = kUp ? w13_row(args.activation, args.rows, inside, which) : inside;
     if (args.scale_kind == ScaleKind::kChannel) {

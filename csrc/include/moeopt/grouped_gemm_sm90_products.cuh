@@ -37,10 +37,10 @@ struct TileStages {
       : ring(ring_), num_steps(ceil_div(args.depth, Shape::kDepth)), warpgroup(warpgroup_), paired(args.paired),
         has_factors(kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {}
 
-  // The first of this warp's 16 rows of operand `a` in a stage.
+  // MXFP4: the first of this warp's 16 rows of operand `a` in a stage, see kWarpRows.
   MOEOPT_DEVICE int stage_row(int a) const {
     const int warp = thread_index() / 32 % 4;
-    return kUp ? kBoxRows * a + warp_offset<kMode>(warpgroup, warp) : kBoxRows * warpgroup + 64 * a + 16 * warp;
+    return kUp ? kBoxRows * a + 16 * warpgroup + 32 * warp : kBoxRows * warpgroup + 64 * a + 16 * warp;
   }
 
   // Waits until the ring's stage is full.
@@ -141,8 +141,8 @@ struct StageExponentsOfLane {
     for (int a = 0; a < 2; ++a) {
       MOEOPT_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int first = kUp ? row_tile * kBoxRows + warp_offset<GemmMode::kMxfp4Weights>(warpgroup, warp)
-                              : first_row<kUp>(row_tile, warpgroup, a) + 16 * warp;
+        constexpr GemmMode kMode = GemmMode::kMxfp4Weights;
+        const int first = first_of_operand<kMode, kUp>(row_tile, warpgroup, a) + warp * kWarpRows<kMode, kUp>;
         const int row = first + lane / 4 + 8 * half;
         const int weight_row = kUp ? w13_row(args.activation, args.rows, row, a) : row;
         const uint8_t* start = args.exponents + (static_cast<int64_t>(expert) * args.weight_rows + weight_row) * groups;

@@ -141,11 +141,15 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
-// Offset, in a work tile's rows of h, of the first of the 16 rows of a warp of kUp. With MXFP4 the warps of a math
-// warpgroup are 32 rows apart: its 64 rows fill whole 16 bytes of the order that mxfp4_position makes of 128.
-template <GemmMode kMode>
-MOEOPT_DEVICE int warp_offset(int warpgroup, int warp) {
-  return kMode == GemmMode::kMxfp4Weights ? 32 * warp + 16 * warpgroup : 64 * warpgroup + 16 * warp;
+// Rows from one warp of a math warpgroup to the next, in an operand. With MXFP4 the warps of kUp are 32 rows apart and
+// those of the other warpgroup lie between: 64 rows of h then fill whole 16 bytes of the order of mxfp4_position.
+template <GemmMode kMode, bool kUp>
+constexpr int kWarpRows = kMode == GemmMode::kMxfp4Weights && kUp ? 32 : 16;
+// First row of operand `a` that the math warpgroup has.
+template <GemmMode kMode, bool kUp>
+MOEOPT_DEVICE int first_of_operand(int row_tile, int warpgroup, int a) {
+  if constexpr (kWarpRows<kMode, kUp> == 32) return row_tile * kBoxRows + 16 * warpgroup;
+  return first_row<kUp>(row_tile, warpgroup, a);
 }
 
 // First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one

@@ -64,12 +64,11 @@ MOEOPT_DEVICE Quantized8 quantize8(const Vec4& v, float scale) {
 struct PrepareArgs {
   const uint16_t* in;  // [rows][row_stride] BF16
   int64_t in_stride;
-  uint16_t* permuted;  // [rows][depth], or null; with mxfp4_order rows have whole 128
+  uint16_t* permuted;  // [rows][depth], or null; for MXFP4 rows have whole 128
   uint8_t* quantized;  // [rows][depth], or null
   float* scale;        // [rows]
   int64_t rows;
   int32_t depth;  // multiple of 16
-  bool mxfp4_order;
 };
 
 MOEOPT_DEVICE void permute_rows(const PrepareArgs& args, int block, int num_blocks) {
@@ -147,9 +146,10 @@ MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blo
   }
 }
 
-// By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
+// kMxfp4: in the order for MXFP4. By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
+template <bool kMxfp4>
 MOEOPT_DEVICE void prepare_tokens(const PrepareArgs& args, int block, int num_blocks) {
-  if (args.mxfp4_order) {
+  if constexpr (kMxfp4) {
     permute_rows_for_mxfp4(args, block, num_blocks);
   } else if (args.permuted != nullptr) {
     permute_rows(args, block, num_blocks);

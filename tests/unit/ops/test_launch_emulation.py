@@ -8,12 +8,15 @@ emulation says, races inside a warp's memory accesses, and speed.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_variants import PAIRED_TILES, TILE_TOKENS, DirectVariant, GemmMode
+from moe_optimizer.ops.mxfp4 import E2M1_VALUES
 from tests.kernel_emulator import Case, Emulator, assert_close, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
@@ -149,6 +152,20 @@ def test_mxfp4_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
     )  # fmt: skip
     for out in _both_mxfp4(emulator, case):
         assert_close(case, out)
+
+
+@pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567])
+def test_every_code_of_mxfp4_becomes_its_value_at_every_scale(emulator: Emulator, codes):
+    signed = [sign * value for sign in (1, -1) for value in E2M1_VALUES]
+    for exponent in range(256):
+        want = [signed[codes >> 4 * i & 15] * 2.0 ** (exponent - 127) for i in range(8)]
+        got = emulator.module.mxfp4_values(codes, exponent)
+        if exponent > 160:  # more than BF16 holds, or not a number
+            assert not any(map(math.isfinite, got))
+        elif exponent >= 27:
+            assert got == want
+        else:  # less than BF16 holds: at most half of its least number is lost
+            assert all(abs(a - b) <= 2.0**-102 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("exponent", [40, 94, 127, 160])

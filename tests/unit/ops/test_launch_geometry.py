@@ -44,6 +44,14 @@ sizes_strategy = st.builds(
     hidden_size=st.integers(1, 512).map(lambda n: 16 * n),
     intermediate_size=st.integers(1, 512).map(lambda n: 16 * n),
     weight_bits=st.sampled_from([8, 16]),
+) | st.builds(
+    MoeSizes,
+    num_tokens=st.integers(1, 16),
+    top_k=st.integers(1, 32),
+    num_experts=st.integers(1, 1024),
+    hidden_size=st.integers(1, 256).map(lambda n: 32 * n),
+    intermediate_size=st.integers(1, 256).map(lambda n: 32 * n),
+    weight_bits=st.just(4),
 )
 
 any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,11 +60,15 @@ any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
 def problem_of(sizes: MoeSizes, router: Router | None = None) -> CudaProblem:
     """A call of these sizes without memory."""
     t, k, e, h, i = sizes.num_tokens, sizes.top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    weight = torch.bfloat16 if sizes.weight_bits == 16 else torch.float8_e4m3fn
+    weight = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.uint8}[sizes.weight_bits]
+    packed = sizes.weight_bits == 4
+    stored = 2 if packed else 1  # weights in an element
     return CudaProblem(
         x=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
-        w13=torch.empty(e, 2 * i, h, dtype=weight, device="meta"),
-        w2=torch.empty(e, h, i, dtype=weight, device="meta"),
+        w13=torch.empty(e, 2 * i, h // stored, dtype=weight, device="meta"),
+        w2=torch.empty(e, h, i // stored, dtype=weight, device="meta"),
+        w13_scale=torch.empty(e, 2 * i, h // 32, dtype=weight, device="meta") if packed else None,
+        w2_scale=torch.empty(e, h, i // 32, dtype=weight, device="meta") if packed else None,
         out=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
         topk_ids=torch.empty(t, k, dtype=torch.int32, device="meta"),
         router=router,
@@ -87,7 +99,7 @@ def test_a_direct_launch_fits_the_chip_for_every_covered_size(emulator: Emulator
     assert launch["down_grid"] == min(132, sizes.hidden_size // 16)
 
 
-@pytest.mark.parametrize(("weight_bits", "blocks", "rows"), [(2, 4, 8), (1, 2, 16)])
+@pytest.mark.parametrize(("weight_bits", "blocks", "rows"), [(16, 4, 8), (8, 2, 16), (4, 2, 16)])
 def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together(emulator: Emulator, weight_bits, blocks, rows):
     launch = direct(emulator, replace(QWEN3, weight_bits=weight_bits, num_tokens=4))
     assert launch["up_grid"] == min(132 * blocks, 4 * 8 * 768 // rows)
@@ -115,6 +127,11 @@ def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number(e
 def test_sizes_that_are_no_multiple_of_16_are_refused(emulator: Emulator):
     with pytest.raises(ValueError, match=r"I:.*770,.* 16"):
         direct(emulator, replace(QWEN3, intermediate_size=770))
+
+
+def test_mxfp4_sizes_that_are_no_multiple_of_its_groups_are_refused(emulator: Emulator):
+    with pytest.raises(ValueError, match=r"I:.*752,.* 32"):
+        direct(emulator, replace(QWEN3, weight_bits=4, intermediate_size=752))
 
 
 @pytest.mark.parametrize("mode", list(GemmMode))
@@ -167,7 +184,7 @@ def test_a_tile_whose_sums_exceed_the_registers_is_refused(emulator: Emulator):
 
 
 def test_weights_of_the_wrong_width_are_refused(emulator: Emulator):
-    with pytest.raises(ValueError, match=r"bytes per weight:.*2,.* 1"):
+    with pytest.raises(ValueError, match=r"bits per weight:.*16,.* 8"):
         grouped(emulator, QWEN3, GemmMode.FP8)
 
 

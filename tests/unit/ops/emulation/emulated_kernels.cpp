@@ -74,8 +74,11 @@ void run_routing(const Problem& problem, const GroupedWorkspace& workspace, cons
                  uint64_t seed) {
   const RouteArgs args = route_arguments(problem, workspace, launch);
   check(emulation::launch(launch.route_blocks + launch.prepare_blocks, kRouteThreads,
-                          static_cast<size_t>(launch.route_shared_bytes), seed,
-                          [&] { count_pairs_kernel(args, prepare_arguments(problem, workspace, launch.mode)); }));
+                          static_cast<size_t>(launch.route_shared_bytes), seed, [&] {
+                            const auto kernel = launch.mode == GemmMode::kMxfp4Weights ? count_pairs_kernel<true>
+                                                                                       : count_pairs_kernel<false>;
+                            kernel(args, prepare_arguments(problem, workspace, launch.mode));
+                          }));
   if (launch.route_blocks == 1) return;
   check(emulation::launch(launch.route_blocks, kRouteThreads, 0, seed, [&] { place_pairs_kernel(args); }));
 }
@@ -141,6 +144,15 @@ void emulate_router(const py::dict& experts, const py::object& router, uintptr_t
              seed);
 }
 
+// The values of 8 codes with the exponent of their group, as the kernels multiply and rescale them.
+std::vector<double> mxfp4_values(uint32_t codes, uint32_t exponent) {
+  uint32_t words[4];
+  bf16_of_e2m1(codes, mxfp4_factor_of_byte(exponent), words);
+  std::vector<double> values;
+  for (int i = 0; i < 8; ++i) values.push_back(static_cast<double>(half_of(words[i % 4], i / 4)) * kMxfp4Rescale);
+  return values;
+}
+
 template <int... kTokens>
 std::vector<int> tile_list(std::integer_sequence<int, kTokens...>) {
   return {kTokens...};
@@ -154,6 +166,7 @@ PYBIND11_MODULE(emulated_kernels, module) {
              py::arg("multiprocessors"), py::arg("buffer"), py::arg("counters"), py::arg("seed"),
              py::arg("routing_only") = false);
   module.def("router", &emulate_router);
+  module.def("mxfp4_values", &mxfp4_values);
   module.attr("direct_limits") = std::pair<int, int>{kDirectTokens, kDirectPairs};
   module.attr("tiles") = std::vector<std::vector<int>>{
       tile_list(CompiledTiles<GemmMode::kBf16>()), tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
