@@ -88,7 +88,6 @@ struct GemmArgs {
   uint8_t* out_quantized;  // kFp8, kUp: E4M3 instead of `out`
   float* out_scale;        // [rows by position][ceil(I / 128)]
   const float* weight_scale;
-  const uint8_t* exponents;  // MXFP4
   const float* bias;
   int32_t depth;        // K
   int32_t rows;         // kUp: I; kDown: H
@@ -98,6 +97,7 @@ struct GemmArgs {
   bool weights_evict_first;  // most experts have one token tile
   bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
+  const uint8_t* exponents;  // MXFP4; last, so that kernels without it stay the instructions they were
 };
 
 struct GemmRing {
