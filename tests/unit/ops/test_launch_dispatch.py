@@ -35,11 +35,13 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
 @pytest.mark.parametrize(
     ("tokens", "weight_bits", "expected"),
     [
-        (1, 2, DirectVariant()),
-        (64, 1, DirectVariant()),
-        (65, 2, GroupedVariant(GemmMode.BF16)),
-        (65, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
-        (8192, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (1, 16, DirectVariant()),
+        (64, 8, DirectVariant()),
+        (65, 16, GroupedVariant(GemmMode.BF16)),
+        (65, 8, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (8192, 8, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (64, 4, DirectVariant()),
+        (65, 4, GroupedVariant(GemmMode.MXFP4_WEIGHTS)),
     ],
 )
 def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bits, expected):

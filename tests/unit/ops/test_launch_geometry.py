@@ -139,7 +139,8 @@ def test_mxfp4_sizes_that_are_no_multiple_of_its_groups_are_refused(emulator: Em
 def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
     sizes = replace(sizes, weight_bits=WEIGHT_BITS[mode])
     for tile in TILE_TOKENS[mode]:
-        launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (2, 3))
+        fewest = 1 if mode == GemmMode.MXFP4_WEIGHTS else 2  # of its widest tile, two stages fit
+        launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (fewest, fewest + 1))
         assert grouped(emulator, sizes, mode, tile)["shared_bytes"] <= SHARED_BYTES
         stage_bytes = longer["shared_bytes"] - launch["shared_bytes"] - 16  # a stage has two barriers
         assert stage_bytes % 1024 == 0  # the swizzle's period
