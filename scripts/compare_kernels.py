@@ -2,9 +2,10 @@
 
     python scripts/compare_kernels.py COMMIT [COMMIT...]
 
-Each commit is compared with the working tree. Measured tables are filed under the hash of the sources. A comment or a
-name changes that hash but not the kernels, so write_kernel_speeds.py takes the tables of every commit that this script
-found to be the same. Names of kernels and labels do not count; every instruction and its order does.
+Each commit is compared with the working tree, which must have all its kernels and may have more. Measured tables are
+filed under the hash of the sources. A comment, a name or a further kernel changes that hash but not the kernels that
+were measured, so write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names,
+labels and where in its struct a parameter lies do not count; every instruction and its order does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from write_kernel_speeds import RECORDS, build_info  # noqa: E402
 from benchmarks.record import checkout  # noqa: E402
 
 _NAME = re.compile(r"\b_Z\w+|\$str\w*")
+_PARAMETER = re.compile(r"^(\s*ld\.param\S*\s.*)\[([^\]]+)\]", re.MULTILINE)
+_PARAMETER_BYTES = re.compile(r"(\.param .*_param_\d+)\[\d+\]")
+_OFFSET = re.compile(r"(add\.s64\s+(%rd\d+), %rd\d+, )-?\d+;")
 _LABEL = re.compile(r"\$L__BB\d+_")
 _DIRECTIVE = re.compile(r"^\s*(?:\.(?:loc|file|section|version|target)\b.*|//.*|)$")
 
@@ -45,17 +49,18 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = extracted(commit, Path(name))
             there = kernels_of(folder)
-            if there != here:
-                gone, new = there - here, here - there
+            gone, new = there - here, here - there
+            if gone:
                 print(
                     f"{commit}: {sum(gone.values())} kernels are not those of the working tree, {sum(new.values())} new"
                 )
                 return 1
             trees.append({"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)})
-            print(f"{commit}: the same {sum(here.values())} kernels")
+            print(f"{commit}: the same {sum(there.values())} kernels, {sum(new.values())} more in the working tree")
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     record = {
-        "what": "sources of the CUDA kernels that compile to the same PTX but for names; the first is the tree itself",
+        "what": "sources of the CUDA kernels that compile to the same PTX but for names and places of parameters; the "
+        "first is the tree itself, which may have more kernels",
         "date": date,
         "command": ["python", "scripts/compare_kernels.py", *options.commits],
         **checkout(),
@@ -107,8 +112,16 @@ def digests(ptx: str) -> list[str]:
 
 
 def plain(entry: str) -> str:
-    """Return a kernel's PTX without names, label numbers, comments and debug directives."""
-    text = _LABEL.sub("$L_", _NAME.sub("NAME", entry))
+    """Return a kernel's PTX without names, label numbers, comments, debug directives and places of parameters.
+
+    A parameter is named by when it is read first: a field that other kernels need moves those behind it.
+    """
+    text = _PARAMETER_BYTES.sub(r"\1[]", entry)
+    bases = {found[2].partition("+")[0] for found in _PARAMETER.finditer(text)}
+    text = _OFFSET.sub(lambda found: f"{found[1]}OFFSET;" if found[2] in bases else found[0], text)
+    places: dict[str, int] = {}
+    text = _PARAMETER.sub(lambda found: f"{found[1]}[PARAMETER{places.setdefault(found[2], len(places))}]", text)
+    text = _LABEL.sub("$L_", _NAME.sub("NAME", text))
     return "\n".join(line.strip() for line in text.splitlines() if not _DIRECTIVE.match(line))
 
 

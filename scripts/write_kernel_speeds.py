@@ -30,7 +30,7 @@ from moe_optimizer.inspection.kernel_speeds import shipped_dir, write_tables  # 
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenSpeeds  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "records"
-_WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block"}
+_WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4"}
 _STOCK = "vllm"
 _OURS = ("direct", "grouped-")
 """First letters of our variants' names; the other timings are of vLLM's kernels, or of more than the experts."""

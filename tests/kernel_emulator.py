@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
+import math
 import mmap
 import os
 import shutil
@@ -80,6 +81,7 @@ def make_case(
     width: int,
     *,
     fp8: str | None = None,
+    mxfp4: bool = False,
     activation: str = "silu",
     bias: bool = False,
     ids: Tensor | None = None,
@@ -87,7 +89,7 @@ def make_case(
     int64_ids: bool = False,
     seed: int = 1,
 ) -> Case:
-    """Fresh random inputs; `fp8`: None, "block" or "channel"."""
+    """Fresh random inputs; `fp8`: None, "block" or "channel"; `mxfp4`: random codes and exponents."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=g).bfloat16()
     w13 = torch.randn(experts, 2 * width, hidden, generator=g) / hidden**0.5
@@ -102,6 +104,9 @@ def make_case(
         w2_scale = torch.rand(experts, hidden, generator=g) * 0.1 + 0.02
     dtype = torch.bfloat16 if fp8 is None else torch.float8_e4m3fn
     factor = 1 if fp8 is None else 16
+    if mxfp4:
+        (w13, w13_scale), (w2, w2_scale) = (_random_mxfp4(*w.shape, g) for w in (w13, w2))
+        dtype, factor = torch.uint8, 1
     global_experts = experts if expert_map is None else expert_map.shape[0]
     fresh = [torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)]
     chosen = torch.stack(fresh) if ids is None else ids
@@ -120,6 +125,14 @@ def make_case(
         activation=activation,
     )
     return Case(problem)
+
+
+def _random_mxfp4(experts: int, rows: int, columns: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Every code as likely, scales over a range of 2**6 such that products are about 1."""
+    codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=g).to(torch.uint8)
+    middle = 127 - 2 - round(math.log2(columns) / 2)
+    exponents = middle + torch.randint(-5, 2, (experts, rows, columns // 32), generator=g)
+    return codes, exponents.to(torch.uint8)
 
 
 class Emulator:

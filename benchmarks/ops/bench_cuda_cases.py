@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,17 +43,26 @@ SHAPES = {
         Shape("glm-4.5-air-tp2", 4096, 704, 128, 8),
         Shape("deepseek-v3-tp8", 7168, 256, 256, 8),
         Shape("deepseek-v3-ep16", 7168, 2048, 16, 8, 256),
+        Shape("gpt-oss-120b", 2880, 2880, 128, 4),
+        Shape("gpt-oss-20b", 2880, 2880, 32, 4),
         Shape("qwen3-next-80b-a3b", 2048, 512, 512, 10),
         Shape("qwen3-next-80b-a3b-tp2", 2048, 256, 512, 10),
     )
 }
 TINY = Shape("tiny", 272, 208, 6, 2)
+TINY_MXFP4 = Shape("tiny", 288, 224, 6, 2)
+"""The sizes of MXFP4 are multiples of 32."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+DTYPES = ("bf16", "fp8", "mxfp4")
+_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
+"""Of a weight; that of MXFP4 with its share of an exponent."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One weight set: BF16, or E4M3 with 128 x 128 scales."""
+    """One weight set: BF16, E4M3 with 128 x 128 scales, or MXFP4."""
 
     w13: Tensor
     w2: Tensor
@@ -60,14 +70,16 @@ class Weights:
     w2_scale: Tensor | None
 
 
-def make_weights(shape: Shape, fp8: bool, seed: int) -> Weights:
-    """Random weights on the GPU, never zeros."""
+def make_weights(shape: Shape, dtype: str, seed: int) -> Weights:
+    """Random weights on the GPU, never zeros but for a sixteenth of MXFP4's codes."""
     g = torch.Generator(device="cuda").manual_seed(seed)
+    if dtype == "mxfp4":
+        return _make_mxfp4(shape, g)
     w13 = torch.empty(shape.experts, 2 * shape.width, shape.hidden, device="cuda", dtype=torch.bfloat16)
     w2 = torch.empty(shape.experts, shape.hidden, shape.width, device="cuda", dtype=torch.bfloat16)
     w13.normal_(0, shape.hidden**-0.5, generator=g)
     w2.normal_(0, shape.width**-0.5, generator=g)
-    if not fp8:
+    if dtype == "bf16":
         return Weights(w13, w2, None, None)
     w13_scale = torch.rand(
         shape.experts, -(-2 * shape.width // 128), -(-shape.hidden // 128), device="cuda", generator=g
@@ -77,6 +89,26 @@ def make_weights(shape: Shape, fp8: bool, seed: int) -> Weights:
     ).mul_(0.02).add_(0.01)  # fmt: skip
     to_fp8 = lambda w: torch.stack([(e.float() * 64).to(torch.float8_e4m3fn) for e in w])  # noqa: E731
     return Weights(to_fp8(w13), to_fp8(w2), w13_scale, w2_scale)
+
+
+def _make_mxfp4(shape: Shape, g: torch.Generator) -> Weights:
+    """Codes and exponents drawn evenly: scales over a range of 2**5, products about 1."""
+
+    def codes_and_exponents(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(
+            0, 256, (shape.experts, rows, columns // 2), device="cuda", dtype=torch.uint8, generator=g
+        )
+        middle = 127 - 2 - round(math.log2(columns) / 2)
+        exponents = torch.randint(
+            middle - 4, middle + 2, (shape.experts, rows, columns // 32), device="cuda", dtype=torch.uint8, generator=g
+        )
+        return codes, exponents
+
+    (w13, w13_scale), (w2, w2_scale) = (
+        codes_and_exponents(2 * shape.width, shape.hidden),
+        codes_and_exponents(shape.hidden, shape.width),
+    )
+    return Weights(w13, w2, w13_scale, w2_scale)
 
 
 @dataclass(frozen=True)
@@ -131,15 +163,15 @@ def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
     )
 
 
-def floor_us(shape: Shape, tokens: Tokens, *, fp8: bool, bytes_per_s: float, flops_per_s: float) -> float:
+def floor_us(shape: Shape, tokens: Tokens, *, dtype: str, bytes_per_s: float, flops_per_s: float) -> float:
     """Least time: every hit expert read once, activations in and out once; or the arithmetic, if that takes longer.
 
-    FP8 arithmetic is counted at twice the measured BF16 rate.
+    FP8 arithmetic is counted at twice the measured BF16 rate; MXFP4 weights are multiplied in BF16.
     """
     here = tokens.topk_ids[tokens.topk_ids < shape.experts]
     hit, pairs = int(here.unique().numel()), here.numel()
-    weight_bytes = hit * 3 * shape.hidden * shape.width * (1 if fp8 else 2)
+    weight_bytes = hit * 3 * shape.hidden * shape.width * _BYTES[dtype]
     token_bytes = 2 * tokens.x.numel() * 2
     flops = 2.0 * pairs * 3 * shape.hidden * shape.width
-    rate = flops_per_s * (2 if fp8 else 1)
+    rate = flops_per_s * (2 if dtype == "fp8" else 1)
     return 1e6 * max((weight_bytes + token_bytes) / bytes_per_s, flops / rate)

@@ -2,13 +2,14 @@
 
     python benchmarks/ops/bench_cuda_fused_experts.py --out FOLDER [--budget-s 460]
 
-Beside vLLM's Triton kernels: DeepGEMM's FP8 experts, where vLLM has them.
+Beside vLLM's Triton kernels (Marlin's for MXFP4): DeepGEMM's FP8 experts, where vLLM has them.
 
 In this order, each result written and printed as it comes, until the budget is spent:
   1. bash build.sh (--no-build leaves it out), the two ceilings of the machine;
   2. correctness per kernel family, each in its own process with a time limit: a family that hangs, crashes or is
      wrong is reported and left out of the timing, the others go on;
-  3. timing: BF16 then FP8, uniform then Zipf routing, the reference shape first, the unknown T first.
+  3. timing: BF16, FP8, MXFP4 (--dtypes), uniform then Zipf routing, the reference shape first, the unknown T first;
+  4. the weights' types beside each other: our fastest kernel of each.
 Each timed side is a CUDA graph of 8 calls on 8 weight sets (L2-cold) with their own routing; sides alternate.
 FOLDER/record.json has it all: kept as benchmarks/records/<date>_<gpu>_fused_experts.json, it is what
 scripts/write_kernel_speeds.py makes tables of.
@@ -26,11 +27,11 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from bench_cuda_cases import Shape, Weights
-    from bench_cuda_sides import DeepGemm, Vllm
+    from bench_cuda_sides import DeepGemm, Marlin, Vllm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -49,6 +50,10 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=460, help="start no further case after this many seconds")
     parser.add_argument("--no-build", action="store_true")
     parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b-tp4,deepseek-v3-ep16")
+    parser.add_argument("--dtypes", default="bf16,fp8,mxfp4", help="of the weights, in this order")
+    parser.add_argument("--routings", default="uniform,zipf")
+    parser.add_argument("--without", default="", help="kernels of others to leave out, of: vllm,deep_gemm,marlin")
+    parser.add_argument("--no-check", action="store_true", help="leave out the check of the families: tests ran before")
     parser.add_argument("--tokens", default=",".join(map(str, BF16_ORDER)))
     parser.add_argument(
         "--check", help="check one kernel family and exit (used by this script; good under a sanitizer)"
@@ -68,9 +73,14 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.no_build:
         subprocess.run(["bash", "build.sh"], cwd=ROOT, check=True, env=_build_environment(), timeout=300)
-    right = check_families(options.out)
+    from bench_cuda_sides import FAMILIES
+
+    right: dict[str, bool] = dict.fromkeys(FAMILIES, True)
+    if not options.no_check:
+        right = check_families(options.out)
     timing(options, right, deadline=started + options.budget_s)
     write_record(options.out)
+    compare_dtypes(options.out)
     return 0 if all(right.values()) else 4
 
 
@@ -131,20 +141,20 @@ def check_families(out: Path) -> dict[str, bool]:
 def check_family(family: str, *, small: bool) -> int:
     """Every variant of a family on several sizes, with fresh inputs, twice for equal bits; 0 if all are right."""
     import torch
-    from bench_cuda_cases import SHAPES, TINY, make_tokens, make_weights, problem_of
+    from bench_cuda_cases import DTYPES, SHAPES, TINY, TINY_MXFP4, make_tokens, make_weights, problem_of
     from bench_cuda_sides import error_bound, errors, family_of, variants_for
 
     from moe_optimizer.ops import cuda_dispatch
 
     wrong = 0
-    shapes = [TINY] if small else [TINY, SHAPES["qwen3-30b-a3b"]]
-    for shape in shapes:
-        for fp8 in (False, True):
-            weights = make_weights(shape, fp8, seed=1)
+    for dtype in DTYPES:
+        tiny = TINY_MXFP4 if dtype == "mxfp4" else TINY
+        for shape in [tiny] if small else [tiny, SHAPES["qwen3-30b-a3b"]]:
+            weights = make_weights(shape, dtype, seed=1)
             for tokens in (1, 3, 8, 16, 40, 130, 700):
                 problem = problem_of(weights, make_tokens(shape, tokens, "uniform", seed=tokens))
                 for variant in variants_for(problem):
-                    if family_of(variant) != family:
+                    if family_of(variant, dtype) != family:
                         continue
                     print(f"{shape.name} T={tokens} {variant}:", end=" ", flush=True)
                     problem.out.fill_(float("nan"))
@@ -167,7 +177,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     """Time case after case; one JSON line per case in FOLDER/timings.jsonl, facts in FOLDER/facts.json."""
     import torch
     from bench_cuda_cases import SHAPES, make_weights
-    from bench_cuda_sides import find_deep_gemm, find_vllm
+    from bench_cuda_sides import find_deep_gemm, find_marlin, find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
     from benchmarks.record import head
@@ -175,14 +185,16 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
     deep_gemm, why_no_deep_gemm = find_deep_gemm()
+    marlin, why_no_marlin = find_marlin()
     facts = {
         **head(
-            "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton) and DeepGEMM's FP8 "
-            "experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
+            "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton), DeepGEMM's FP8 "
+            "and Marlin's MXFP4 experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
         ),
         "environment": {**device_facts(), "vllm": None if vllm is None else vllm.version},
         **ceilings, "why_no_vllm": why_no_vllm,
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
+        "marlin": marlin is not None, "why_no_marlin": why_no_marlin,
         "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),
     }  # fmt: skip
     (options.out / "facts.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
@@ -190,25 +202,54 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, BF16 {ceilings['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s"
     )
     print(f"{rates}; stock: {'vLLM ' + vllm.version if vllm else why_no_vllm}", flush=True)
+    if marlin is None:
+        print(f"no Marlin: {why_no_marlin}", flush=True)
     print(f"{'shape':18} {'dtype':5} {'routing':7} {'T':>5} {'side':28} {'us':>9} {'floor':>6} {'x stock':>8}")
+    left_out = options.without.split(",")
+    peers = Peers(
+        vllm=None if "vllm" in left_out else vllm,
+        deep_gemm=None if "deep_gemm" in left_out else deep_gemm,
+        marlin=None if "marlin" in left_out else marlin,
+    )
     order = [int(tokens) for tokens in options.tokens.split(",")]
     for shape_name in options.shapes.split(","):
         shape = SHAPES[shape_name]
-        for fp8 in (False, True):
-            weights = [make_weights(shape, fp8, seed=s) for s in range(NUM_SETS)]
-            for routing in ("uniform", "zipf"):
+        for dtype in options.dtypes.split(","):
+            weights = [make_weights(shape, dtype, seed=s) for s in range(NUM_SETS)]
+            for routing in options.routings.split(","):
                 for tokens in order:
                     if time.monotonic() > deadline:
                         print("budget spent", flush=True)
                         return
                     try:
-                        one_case(
-                            Case(shape, fp8, routing, tokens, weights), options.out, right, (vllm, deep_gemm), ceilings
-                        )
+                        case = Case(shape, dtype, routing, tokens, weights)
+                        one_case(case, options.out, right, peers, ceilings)
                     except Exception:  # noqa: BLE001  one case must not end the run; the trace is printed
                         traceback.print_exc()
             del weights
             torch.cuda.empty_cache()
+
+
+def compare_dtypes(out: Path) -> None:
+    """Print our fastest kernel of each weight type, and how often it is as fast as others on the same tokens."""
+    cases = json.loads((out / "record.json").read_text())["cases"]
+    fastest: dict[tuple[str, str, int], dict[str, tuple[float, str]]] = {}
+    for case in cases:
+        times = {name: side["median_us"] for name, side in case["sides"].items()}
+        ours = {name: us for name, us in times.items() if name.startswith(("direct", "grouped"))}
+        if ours:
+            best = min(ours, key=lambda name: ours[name])
+            key = (case["shape"]["name"], case["routing"], case["tokens"])
+            fastest.setdefault(key, {})[case["dtype"]] = (ours[best], best)
+            if case["dtype"] == "mxfp4" and "vllm" in times:
+                fastest[key]["Marlin"] = (times["vllm"], "vllm")
+    print(f"{'shape':18} {'routing':7} {'T':>5} {'MXFP4 by':28} {'us':>9}  times as fast as")
+    for (shape, routing, tokens), found in fastest.items():
+        if "mxfp4" not in found:
+            continue
+        us, name = found.pop("mxfp4")
+        others = "  ".join(f"{other} {time / us:.2f} ({time:.1f} us)" for other, (time, _) in found.items())
+        print(f"{shape:18} {routing:7} {tokens:5d} {name:28} {us:9.1f}  {others}", flush=True)
 
 
 def _cuda_sources() -> str:
@@ -222,48 +263,52 @@ class Case:
     """One line of the table's key, and what it is run with."""
 
     shape: Shape
-    fp8: bool
+    dtype: str
     routing: str
     tokens: int
     weights: list[Weights]
 
 
-def one_case(
-    case: Case,
-    out: Path,
-    right: dict[str, bool],
-    peers: tuple[Vllm | None, DeepGemm | None],
-    ceilings: dict[str, float],
-) -> None:
+class Peers(NamedTuple):
+    """The kernels of others, as far as they are here."""
+
+    vllm: Vllm | None
+    deep_gemm: DeepGemm | None
+    marlin: Marlin | None
+
+
+def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilings: dict[str, float]) -> None:
     """Time all sides of one case, print a line per side, append the record."""
     from bench_cuda_cases import floor_us, make_tokens, problem_of
     from bench_cuda_sides import family_of, our_call, our_call_from_logits, variants_for
     from bench_cuda_timing import summary, time_interleaved
 
-    vllm, deep_gemm = peers
-    shape, fp8, routing, tokens, weights = case.shape, case.fp8, case.routing, case.tokens, case.weights
+    vllm, deep_gemm, marlin = peers
+    shape, dtype, routing, tokens, weights = case.shape, case.dtype, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
     sides = {}
-    if vllm is not None:
+    if marlin is not None and dtype == "mxfp4":
+        sides["vllm"] = [marlin.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
+    if vllm is not None and dtype != "mxfp4":
         sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
         if tokens <= 16:
             sides["vllm gate+experts"] = [vllm.layer(w, t, shape) for w, t in zip(weights, inputs, strict=True)]
-    if deep_gemm is not None and fp8 and tokens >= DEEP_GEMM_FROM_TOKENS:
+    if deep_gemm is not None and dtype == "fp8" and tokens >= DEEP_GEMM_FROM_TOKENS:
         sides["deep_gemm"] = [deep_gemm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
     problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
     for variant in variants_for(problems[0]):
-        if right[family_of(variant)]:
+        if right[family_of(variant, dtype)]:
             sides[str(variant)] = [our_call(p, variant) for p in problems]
-    if tokens <= 16 and right["direct"]:
+    if tokens <= 16 and right["direct"] and dtype != "mxfp4":
         sides["flash_dmoe from logits"] = [
             our_call_from_logits(w, t, shape) for w, t in zip(weights, inputs, strict=True)
         ]
     samples = time_interleaved(sides)
     rates = {"bytes_per_s": ceilings["copy_bytes_per_s"], "flops_per_s": ceilings["bf16_flops_per_s"]}
-    floors = [floor_us(shape, t, fp8=fp8, **rates) for t in inputs]
+    floors = [floor_us(shape, t, dtype=dtype, **rates) for t in inputs]
     floor = sum(floors) / len(floors)
     record = {
-        "shape": vars(shape), "dtype": "fp8" if fp8 else "bf16", "routing": routing, "tokens": tokens,
+        "shape": vars(shape), "dtype": dtype, "routing": routing, "tokens": tokens,
         "floor_us": floor, "sides": {name: {**summary(times), "samples_us": times} for name, times in samples.items()},
     }  # fmt: skip
     with (out / "timings.jsonl").open("a") as file:

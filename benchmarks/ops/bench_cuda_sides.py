@@ -26,13 +26,20 @@ Call = Callable[[], torch.Tensor]
 
 Side = TypeVar("Side")
 
-FAMILIES = ("direct", "grouped-bf16", "grouped-fp8_weights", "grouped-fp8")
+FAMILIES: tuple[str, ...] = (
+    "direct",
+    "grouped-bf16",
+    "grouped-fp8_weights",
+    "grouped-fp8",
+    "direct-mxfp4",
+    "grouped-mxfp4_weights",
+)
 
 
-def family_of(variant: Variant) -> str:
+def family_of(variant: Variant, dtype: str) -> str:
     """The group of kernels a variant belongs to: what is excluded together when a check fails."""
     if isinstance(variant, DirectVariant):
-        return "direct"
+        return "direct-mxfp4" if dtype == "mxfp4" else "direct"
     return f"grouped-{variant.mode.name.lower()}"
 
 
@@ -101,6 +108,51 @@ class Vllm:
         )  # fmt: skip
 
 
+class Marlin:
+    """vLLM's experts for MXFP4 on Hopper: weights and scales in Marlin's order, BF16 products."""
+
+    def __init__(self) -> None:
+        from vllm import _custom_ops
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
+        from vllm.scalar_type import scalar_types
+
+        self._ops, self._run = _custom_ops, fused_marlin_moe
+        self._prepare, self._type = prepare_moe_mxfp4_layer_for_marlin, scalar_types.float4_e2m1f.id
+
+    def experts(self, weights: Weights, tokens: Tokens) -> Call:
+        """With given ids. The weights are copied into its order when they are met first."""
+        w13, w2, w13_scale, w2_scale = self._prepared(weights)
+        out = torch.empty_like(tokens.x)
+
+        def moe_sum(rows: torch.Tensor, to: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
+            # As MarlinExperts.moe_sum.
+            if expert_map is None:
+                self._ops.moe_sum(rows, to)
+            else:
+                self._ops.moe_sum(rows, to, ids, expert_map)
+
+        def call() -> torch.Tensor:
+            self._run(
+                tokens.x, w13, w2, None, None, w13_scale, w2_scale, tokens.topk_weights, tokens.topk_ids, self._type,
+                global_num_experts=-1 if tokens.expert_map is None else tokens.expert_map.numel(),
+                expert_map=tokens.expert_map, moe_sum=moe_sum, output=out,
+            )  # fmt: skip
+            return out
+
+        return call
+
+    def _prepared(self, weights: Weights) -> tuple[torch.Tensor, ...]:
+        found = getattr(weights, "_marlin", None)
+        if found is None:
+            assert weights.w13_scale is not None
+            assert weights.w2_scale is not None
+            layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
+            found = self._prepare(layer, weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, None, None)[:4]
+            object.__setattr__(weights, "_marlin", found)  # lives as long as the weights
+        return found
+
+
 class DeepGemm:
     """DeepGEMM's FP8 grouped GEMMs as vLLM runs them: tokens quantised and sorted, both products, sum by token."""
 
@@ -149,6 +201,11 @@ class DeepGemm:
 def find_vllm() -> tuple[Vllm | None, str]:
     """Return the side of vLLM, or why there is none."""
     return _find(Vllm)
+
+
+def find_marlin() -> tuple[Marlin | None, str]:
+    """Return the side of Marlin, or why there is none."""
+    return _find(Marlin)
 
 
 def find_deep_gemm() -> tuple[DeepGemm | None, str]:

@@ -1,6 +1,6 @@
 """Finds the wrong stage of a CUDA kernel: routing, the up GEMM (h), the down GEMM (y) or the combine.
 
-    python benchmarks/ops/bench_cuda_stages.py [--variant direct|bf16|fp8_weights] [--tile N] [--tokens T] ...
+    python benchmarks/ops/bench_cuda_stages.py [--variant direct|bf16|fp8_weights|mxfp4_weights] [--tile N] ...
 
 Runs one small call and compares what lies in its workspace with plain torch, row by row: the pattern of the wrong
 rows and columns usually names the line (every other 8 rows: a fragment's halves; columns from 64 on: the second step
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
-from bench_cuda_cases import Shape, make_tokens, make_weights, problem_of  # noqa: E402
+from bench_cuda_cases import DTYPES, Shape, make_tokens, make_weights, problem_of  # noqa: E402
 from bench_cuda_machine import why_not_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -30,8 +30,8 @@ from moe_optimizer.ops.kernel_arguments import CudaProblem  # noqa: E402
 def main() -> int:
     """Run and compare; 0 when every stage is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=("direct", "bf16", "fp8_weights"), default="bf16")
-    parser.add_argument("--fp8", action="store_true", help="with direct: FP8 weights")
+    parser.add_argument("--variant", choices=("direct", "bf16", "fp8_weights", "mxfp4_weights"), default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="with direct: of the weights")
     for name, value in (("tile", 16), ("tokens", 5), ("top-k", 2), ("experts", 3), ("hidden", 64), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -40,8 +40,9 @@ def main() -> int:
         print(f"bench_cuda_stages: {why_not}", file=sys.stderr)
         return 3
     shape = Shape("stages", options.hidden, options.width, options.experts, options.top_k)
-    fp8 = options.fp8 or options.variant == "fp8_weights"
-    weights = make_weights(shape, fp8, seed=1)
+    dtypes = {"direct": options.dtype, "bf16": "bf16", "fp8_weights": "fp8", "mxfp4_weights": "mxfp4"}
+    dtype = dtypes[options.variant]
+    weights = make_weights(shape, dtype, seed=1)
     problem = problem_of(weights, make_tokens(shape, options.tokens, "uniform", seed=1))
     workspace = run(problem, options.variant, options.tile)
     return 0 if compare(problem, workspace, options.variant) else 1
@@ -80,7 +81,8 @@ def compare(problem: CudaProblem, workspace: Workspace, variant: str) -> bool:
     assert p.topk_weights is not None
     flat = p.topk_ids.flatten().long()
     order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
-    pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
+    pairs, width, hidden = flat.numel(), p.sizes.intermediate_size, p.sizes.hidden_size
+    stored_width = -(-width // 128) * 128 if variant == "mxfp4_weights" else width
     right = True
     if variant != "direct":
         right &= _same("sorted_token", workspace.part("sorted_token", order.numel(), torch.int32), order.int())
@@ -90,7 +92,7 @@ def compare(problem: CudaProblem, workspace: Workspace, variant: str) -> bool:
     # The direct kernels keep h by pair and no y.
     if variant == "direct":
         order = (flat >= 0).nonzero().flatten()
-    h = workspace.part("h", pairs * width, torch.bfloat16).view(pairs, width)
+    h = workspace.part("h", pairs * stored_width, torch.bfloat16).view(pairs, stored_width)
     h = h[order] if variant == "direct" else h[: order.numel()]
     want_h, want_y = [], []
     for pair in order.tolist():
@@ -105,6 +107,11 @@ def compare(problem: CudaProblem, workspace: Workspace, variant: str) -> bool:
         k = torch.arange(width, device=h.device)
         position = (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1)
         stored_h = torch.empty_like(stored_h).index_copy_(1, position, stored_h)
+    if variant == "mxfp4_weights":  # likewise, and filled up with zeros
+        k = torch.arange(stored_width, device=h.device)
+        position = (k & ~127) | ((k & 24) << 2) | ((k & 3) << 3) | ((k & 96) >> 4) | ((k & 4) >> 2)
+        filled = torch.nn.functional.pad(stored_h, (0, stored_width - width))
+        stored_h = torch.empty_like(filled).index_copy_(1, position, filled)
     right &= _close("h (up GEMM, activation)", h.float(), stored_h)
     if variant != "direct":
         y = workspace.part("y", pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]

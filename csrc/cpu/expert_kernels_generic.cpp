@@ -145,7 +145,8 @@ const ExpertKernels* generic_kernels(const FusedExpertsArgs& args) {
     case DType::kFloat32: return for_weights<float>(args.weight_dtype);
     case DType::kBFloat16: return for_weights<BFloat16>(args.weight_dtype);
     case DType::kFloat16: return for_weights<Float16>(args.weight_dtype);
-    case DType::kFloat8E4M3: return nullptr;
+    case DType::kFloat8E4M3:
+    case DType::kFloat4E2M1: return nullptr;
   }
   return nullptr;
 }

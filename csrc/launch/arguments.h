@@ -16,6 +16,14 @@
 
 namespace moeopt {
 
+// Of one stored weight.
+inline int weight_bits(const FusedExpertsArgs& moe) {
+  return moe.weight_dtype == DType::kFloat4E2M1 ? 4 : moe.weight_dtype == DType::kFloat8E4M3 ? 8 : 16;
+}
+
+// Elements of a row of tokens in the order that MXFP4 weights need (mxfp4_position): whole 128.
+inline int64_t mxfp4_row(int64_t depth) { return (depth + 127) / 128 * 128; }
+
 // --- from logits ---------------------------------------------------------------------------------------------
 
 constexpr int kRouterWarps = 4;  // a token each
@@ -73,7 +81,8 @@ inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorksp
   PrepareArgs args{};
   args.in = static_cast<const uint16_t*>(moe.x);
   args.in_stride = moe.x_stride;
-  args.permuted = mode == GemmMode::kFp8Weights ? static_cast<uint16_t*>(w.tokens) : nullptr;
+  const bool permutes = mode == GemmMode::kFp8Weights || mode == GemmMode::kMxfp4Weights;
+  args.permuted = permutes ? static_cast<uint16_t*>(w.tokens) : nullptr;
   args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(w.tokens) : nullptr;
   args.scale = w.token_scale;
   args.rows = moe.num_tokens;
@@ -90,17 +99,19 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   const bool prepared = launch.mode != GemmMode::kBf16;
   GemmArgs args{};
   args.tokens = prepared ? w.tokens : moe.x;
-  args.token_stride = prepared ? moe.hidden_size : moe.x_stride;
+  const bool mxfp4 = launch.mode == GemmMode::kMxfp4Weights;
+  args.token_stride = mxfp4 ? mxfp4_row(moe.hidden_size) : prepared ? moe.hidden_size : moe.x_stride;
   args.token_scale = w.token_scale;
   args.sorted_token = w.sorted_token;
   args.tiles = w.tiles;
   args.num_tiles = w.num_tiles;
   args.tile_counter = w.tile_counters;
   args.out = w.h;
-  args.out_stride = moe.intermediate_size;
+  args.out_stride = mxfp4 ? mxfp4_row(moe.intermediate_size) : moe.intermediate_size;
   args.out_quantized = w.h_quantized;
   args.out_scale = w.h_scale;
   args.weight_scale = moe.w13_scale;
+  args.exponents = moe.w13_exponents;
   args.bias = moe.w13_bias;
   args.depth = static_cast<int32_t>(moe.hidden_size);
   args.rows = static_cast<int32_t>(moe.intermediate_size);
@@ -118,13 +129,14 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   GemmArgs args = up_arguments(problem, w, launch);
   args.tokens = w.h;
   if (launch.mode == GemmMode::kFp8) args.tokens = w.h_quantized;
-  args.token_stride = moe.intermediate_size;
+  args.token_stride = args.out_stride;
   args.token_scale = w.h_scale;
   args.tile_counter = w.tile_counters + 1;
   args.sorted_token = nullptr;
   args.out = w.y;
   args.out_stride = moe.hidden_size;
   args.weight_scale = moe.w2_scale;
+  args.exponents = moe.w2_exponents;
   args.bias = moe.w2_bias;
   args.depth = static_cast<int32_t>(moe.intermediate_size);
   args.rows = static_cast<int32_t>(moe.hidden_size);
@@ -154,16 +166,17 @@ struct WeightView {
 
 // which: 0 gate, 1 up, 2 down. [expert][row][K].
 inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
-  const int32_t bytes = moe.weight_dtype == DType::kFloat8E4M3 ? 1 : 2;
+  const int bits = weight_bits(moe);
+  const int32_t bytes = bits == 16 ? 2 : 1;  // of an element of the map: of MXFP4, two weights
   const bool down = which == 2, alternating = moe.activation == Activation::kSwigluOai;
+  const int64_t depth = (down ? moe.intermediate_size : moe.hidden_size) * bits / (8 * bytes);
   const int64_t row = (down ? moe.w2_row_stride : moe.w13_row_stride * (alternating ? 2 : 1)) * bytes;
   const int64_t expert = (down ? moe.w2_expert_stride : moe.w13_expert_stride) * bytes;
   const int64_t up_row = which == 1 ? (alternating ? 1 : moe.intermediate_size) : 0;
   const auto* base = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + up_row * moe.w13_row_stride * bytes;
   return {base,
           bytes,
-          {down ? moe.intermediate_size : moe.hidden_size, down ? moe.hidden_size : moe.intermediate_size,
-           moe.num_local_experts},
+          {depth, down ? moe.hidden_size : moe.intermediate_size, moe.num_local_experts},
           {bytes, row, expert},
           {128 / bytes, kBoxRows, 1}};
 }

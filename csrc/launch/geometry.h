@@ -28,8 +28,10 @@ inline void expect_at_least(const char* what, int64_t got, int64_t least) {
 }
 
 inline void check_sizes(const FusedExpertsArgs& moe) {
-  if (moe.hidden_size % kSizeMultiple) refuse("H", moe.hidden_size, "a multiple of 16");
-  if (moe.intermediate_size % kSizeMultiple) refuse("I", moe.intermediate_size, "a multiple of 16");
+  const int64_t multiple = moe.scale_kind == ScaleKind::kGroup32 ? kScaleGroup : kSizeMultiple;
+  const std::string expected = "a multiple of " + std::to_string(multiple);
+  if (moe.hidden_size % multiple) refuse("H", moe.hidden_size, expected);
+  if (moe.intermediate_size % multiple) refuse("I", moe.intermediate_size, expected);
   expect_at_most("E", moe.num_local_experts, kMaxExperts);
 }
 inline int64_t num_pairs(const FusedExpertsArgs& moe) { return moe.num_tokens * moe.top_k; }
@@ -71,16 +73,18 @@ inline DirectLaunch direct_launch(const FusedExpertsArgs& moe, int multiprocesso
   check_sizes(moe);
   expect_at_most("direct_experts: T", moe.num_tokens, kDirectTokens);
   expect_at_most("direct_experts: T x k", num_pairs(moe), kDirectPairs);
-  const bool fp8 = moe.weight_dtype == DType::kFloat8E4M3;
-  const int64_t tiles = num_pairs(moe) * (moe.intermediate_size / (fp8 ? kDirectUpRows<1> : kDirectUpRows<2>));
-  const int wide = multiprocessors * kDirectUpBlocks<2, kDirectWide>;
-  const int narrow = multiprocessors * (fp8 ? kDirectUpBlocks<1, kDirectNarrow> : kDirectUpBlocks<2, kDirectNarrow>);
+  const bool bf16 = weight_bits(moe) == 16;  // kernels of fewer bits have one shape
+  static_assert(kDirectUpRows<4> == kDirectUpRows<8> &&
+                kDirectUpBlocks<4, kDirectNarrow> == kDirectUpBlocks<8, kDirectNarrow>);
+  const int64_t tiles = num_pairs(moe) * (moe.intermediate_size / (bf16 ? kDirectUpRows<16> : kDirectUpRows<8>));
+  const int wide = multiprocessors * kDirectUpBlocks<16, kDirectWide>;
+  const int narrow = multiprocessors * (bf16 ? kDirectUpBlocks<16, kDirectNarrow> : kDirectUpBlocks<8, kDirectNarrow>);
   const auto shared = [&](int64_t sum_bytes) {
     const int64_t scratch = std::max(sum_bytes, kDirectScratchPerExpert * moe.num_local_experts);
     return static_cast<int32_t>(kDirectScratchOffset + scratch + kAlignmentSlack);
   };
   DirectLaunch launch{};
-  launch.up_wide = !fp8 && divides_better(tiles, wide, narrow);
+  launch.up_wide = bf16 && divides_better(tiles, wide, narrow);
   launch.up_grid = static_cast<int32_t>(std::min<int64_t>(launch.up_wide ? wide : narrow, tiles));
   launch.up_shared_bytes = shared(kDirectUpSumBytes);
   launch.down_grid = static_cast<int32_t>(std::min<int64_t>(multiprocessors, moe.hidden_size / kDirectRows));
@@ -116,7 +120,8 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
   });
   // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
   // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
-  expect_at_least("grouped_gemm: ring stages", launch.num_stages, kMode == GemmMode::kFp8Weights ? 1 : 2);
+  constexpr bool kReleasesAtOnce = kMode == GemmMode::kFp8Weights || kMode == GemmMode::kMxfp4Weights;
+  expect_at_least("grouped_gemm: ring stages", launch.num_stages, kReleasesAtOnce ? 1 : 2);
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.
   expect_at_most("grouped_gemm: work tiles queued ahead", launch.cluster_blocks * launch.num_stages + 2, kQueueSlots);
@@ -126,8 +131,8 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
 inline GroupedLaunch grouped_launch(const FusedExpertsArgs& moe, const Variant& variant, int multiprocessors) {
   check_sizes(moe);
   expect_at_most("grouped_gemm: T x k", num_pairs(moe), std::numeric_limits<int32_t>::max());
-  const bool fp8 = moe.weight_dtype == DType::kFloat8E4M3;
-  if (fp8 == (variant.mode == GemmMode::kBf16)) refuse("grouped_gemm: bytes per weight", fp8 ? 1 : 2, fp8 ? "2" : "1");
+  const int bits = variant.mode == GemmMode::kBf16 ? 16 : variant.mode == GemmMode::kMxfp4Weights ? 4 : 8;
+  if (weight_bits(moe) != bits) refuse("grouped_gemm: bits per weight", weight_bits(moe), std::to_string(bits));
   GroupedLaunch launch{};
   launch.mode = variant.mode;
   launch.tile_tokens = variant.tile_tokens;
@@ -136,12 +141,13 @@ inline GroupedLaunch grouped_launch(const FusedExpertsArgs& moe, const Variant& 
   launch.grid = multiprocessors / launch.cluster_blocks * launch.cluster_blocks;
   const auto choose = launch.mode == GemmMode::kBf16         ? choose_ring<GemmMode::kBf16>
                       : launch.mode == GemmMode::kFp8Weights ? choose_ring<GemmMode::kFp8Weights>
-                                                             : choose_ring<GemmMode::kFp8>;
+                      : launch.mode == GemmMode::kFp8        ? choose_ring<GemmMode::kFp8>
+                                                             : choose_ring<GemmMode::kMxfp4Weights>;
   choose(variant.num_stages, launch);
   launch.route_blocks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div64(num_pairs(moe), kRoutePairs)));
   launch.route_shared_bytes =
       static_cast<int32_t>(kRouteSharedPerExpert * moe.num_local_experts + sizeof(RouteShared) + kAlignmentSlack);
-  if (fp8) {  // a warp per token, or per 128 elements
+  if (launch.mode != GemmMode::kBf16) {  // a warp per token, or per 128 elements
     const int64_t warps = moe.num_tokens * (launch.mode == GemmMode::kFp8 ? 1 : ceil_div64(moe.hidden_size, 128));
     const int64_t blocks = ceil_div64(warps, kPrepareThreads / 32);
     launch.prepare_blocks = static_cast<int32_t>(std::min<int64_t>(blocks, 16 * multiprocessors));
@@ -158,8 +164,9 @@ inline int64_t max_tiles(const FusedExpertsArgs& moe, const GroupedLaunch& launc
 inline GroupedWorkspace grouped_workspace(const Problem& problem, const GroupedLaunch& launch, Arena& arena) {
   const FusedExpertsArgs& moe = problem.moe;
   const int64_t pairs = num_pairs(moe), routed = problem.router.logits == nullptr ? 0 : pairs;
-  const int64_t token_elements = moe.num_tokens * moe.hidden_size, h_elements = pairs * moe.intermediate_size;
-  const bool fp8 = launch.mode == GemmMode::kFp8;
+  const bool fp8 = launch.mode == GemmMode::kFp8, mxfp4 = launch.mode == GemmMode::kMxfp4Weights;
+  const auto row = [&](int64_t depth) { return mxfp4 ? mxfp4_row(depth) : depth; };
+  const int64_t token_elements = moe.num_tokens * row(moe.hidden_size), h_elements = pairs * row(moe.intermediate_size);
   GroupedWorkspace w{};
   w.block_counts = arena.take<int>(launch.route_blocks * moe.num_local_experts);
   w.pair_rank = arena.take<int>(pairs);
@@ -178,7 +185,7 @@ inline GroupedWorkspace grouped_workspace(const Problem& problem, const GroupedL
     w.h_quantized = arena.take<uint8_t>(h_elements);
     w.h_scale = arena.take<float>(pairs * ceil_div64(moe.intermediate_size, 128));
   } else {
-    if (launch.mode == GemmMode::kFp8Weights) w.tokens = arena.take<uint16_t>(token_elements);
+    if (launch.mode != GemmMode::kBf16) w.tokens = arena.take<uint16_t>(token_elements);
     w.h = arena.take<uint16_t>(h_elements);
   }
   return w;

@@ -23,6 +23,7 @@ void launch_gemms(const Problem& problem, const GroupedWorkspace& workspace, con
 // One definition per file grouped_gemm_sm90_<mode>.cu.
 void launch_gemms_bf16(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_fp8_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
+void launch_gemms_mxfp4_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_fp8(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 
 }  // namespace moeopt

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, choose_variant
+from moe_optimizer.ops.cuda_variants import NOT_RUN_WEIGHT_BITS, DirectVariant, Variant, choose_variant
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.measured_variant import measured_variant
@@ -83,7 +83,11 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
     if router is not None:
         tensors |= {"topk_weights": None, "topk_ids": None}
     problem = CudaProblem(**tensors, out=target, router=router)
-    variant = measured_variant(problem) or choose_variant(problem.sizes)
+    variant = measured_variant(problem)
+    if variant is None:
+        if problem.sizes.weight_bits in NOT_RUN_WEIGHT_BITS:
+            return "the CUDA kernels for MXFP4 weights are compiled but have not run on a GPU: no speed table has them"
+        variant = choose_variant(problem.sizes)
     reason = why_not(problem, variant)
     if reason is not None:
         return reason

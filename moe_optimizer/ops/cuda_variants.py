@@ -18,16 +18,32 @@ class GemmMode(IntEnum):
     """E4M3 weights, BF16 tokens: weights become BF16 in registers."""
     FP8 = 2
     """E4M3 weights and tokens: x with one scale per token, h with one per token and 128."""
+    MXFP4_WEIGHTS = 3
+    """MXFP4 weights, BF16 tokens: weights become BF16 in registers."""
 
 
 TILE_TOKENS = {
     GemmMode.BF16: (16, 32, 64, 96, 128, 160),
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
     GemmMode.FP8: (32, 64, 96, 144),
+    GemmMode.MXFP4_WEIGHTS: (16, 32, 64, 128),
 }
 """Token tiles that are compiled (`CompiledTiles`): up to where sums and partial sums fit the registers."""
-PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (144,)}
+PAIRED_TILES = {
+    GemmMode.BF16: (160,),
+    GemmMode.FP8_WEIGHTS: (),
+    GemmMode.FP8: (144,),
+    GemmMode.MXFP4_WEIGHTS: (),
+}
 """Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
+MODES_OF_WEIGHT_BITS = {
+    16: (GemmMode.BF16,),
+    8: (GemmMode.FP8_WEIGHTS, GemmMode.FP8),
+    4: (GemmMode.MXFP4_WEIGHTS,),
+}
+"""The modes that read weights of so many bits, those that keep the activations first."""
+NOT_RUN_WEIGHT_BITS = (4,)
+"""Weights whose kernels have not run on a GPU: nothing picks them but a measurement, or a caller by name."""
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _FROM_TOKENS = 4
@@ -38,15 +54,15 @@ _PAIRED_FROM_TOKENS_PER_EXPERT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSizes:
-    """T tokens, k experts per token, E local experts, H hidden, I expert width, bytes of one stored weight."""
+    """T tokens, k experts per token, E local experts, H hidden, I expert width, bits of one stored weight."""
 
     num_tokens: int
     top_k: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    weight_bytes: int
-    """2: BF16, 1: FP8 E4M3."""
+    weight_bits: int
+    """16: BF16, 8: FP8 E4M3, 4: MXFP4."""
 
     @property
     def num_pairs(self) -> int:
@@ -112,7 +128,7 @@ def choose_variant(sizes: MoeSizes) -> Variant:
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         return DirectVariant()
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
-    return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
+    return GroupedVariant(MODES_OF_WEIGHT_BITS[sizes.weight_bits][0])
 
 
 def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
@@ -123,8 +139,7 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
     chosen: list[Variant] = []
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         chosen.append(DirectVariant())
-    modes = (GemmMode.BF16,) if sizes.weight_bytes == 2 else (GemmMode.FP8_WEIGHTS, GemmMode.FP8)
-    for mode in modes:
+    for mode in MODES_OF_WEIGHT_BITS[sizes.weight_bits]:
         if sizes.num_tokens >= _FROM_TOKENS:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))

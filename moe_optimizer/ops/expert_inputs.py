@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_optimizer.ops import mxfp4
+
 MAX_EXPERTS = 1024
 """On one device."""
 MAX_TOP_K = 32
@@ -31,8 +33,13 @@ class Inputs(NamedTuple):
         """Slots per token."""
         return self.topk_ids.shape[1]
 
+    @property
+    def intermediate_size(self) -> int:
+        """I."""
+        return columns_of(self.w2)
+
     def for_kernels(self) -> Inputs:
-        """Return them as kernels read them: small tensors contiguous, scales and biases also float32.
+        """Return them as kernels read them: small tensors contiguous, scales and biases also float32 unless bytes.
 
         The weights are never copied. The result keeps the copies alive: kernels get addresses only.
         """
@@ -40,13 +47,30 @@ class Inputs(NamedTuple):
             topk_weights=self.topk_weights.contiguous(),
             topk_ids=self.topk_ids.contiguous(),
             expert_map=None if self.expert_map is None else self.expert_map.contiguous(),
-            w13_scale=as_float32(self.w13_scale),
-            w2_scale=as_float32(self.w2_scale),
-            w13_bias=as_float32(self.w13_bias),
-            w2_bias=as_float32(self.w2_bias),
+            w13_scale=as_kernels_read(self.w13_scale),
+            w2_scale=as_kernels_read(self.w2_scale),
+            w13_bias=as_kernels_read(self.w13_bias),
+            w2_bias=as_kernels_read(self.w2_bias),
         )
 
 
-def as_float32(tensor: Tensor | None) -> Tensor | None:
-    """Return a scale or bias as the kernels read it: float32 and contiguous, the tensor itself where it is that."""
-    return None if tensor is None else tensor.float().contiguous()
+def holds_mxfp4(weight: Tensor) -> bool:
+    """Return whether the elements of `weight` are pairs of 4-bit codes."""
+    return weight.dtype == mxfp4.PACKED_DTYPE
+
+
+def bits_of(weight: Tensor) -> int:
+    """Return the bits of one weight, without its share of a scale."""
+    return 8 * weight.element_size() // (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)
+
+
+def columns_of(weight: Tensor) -> int:
+    """Return K of a weight [E, N, K], which stores half as many elements where they are pairs of codes."""
+    return weight.shape[-1] * (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)
+
+
+def as_kernels_read(tensor: Tensor | None) -> Tensor | None:
+    """Return a scale or bias contiguous and in float32, or in bytes where it is that; the tensor itself if it can."""
+    if tensor is None:
+        return None
+    return (tensor if tensor.dtype == mxfp4.PACKED_DTYPE else tensor.float()).contiguous()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, reference
-from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
+from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, mxfp4, reference
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, columns_of, holds_mxfp4
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, experts_fields
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
@@ -39,9 +39,9 @@ def fused_experts(
 
     Args:
         x: float32, bfloat16 or float16 [T, H], last dimension contiguous.
-        w13: [E, 2I, H], dtype of x or float8_e4m3fn (then both scales are needed), last dimension contiguous.
-            Read in place.
-        w2: [E, H, I], dtype of w13, likewise.
+        w13: [E, 2I, H], dtype of x or float8_e4m3fn, or uint8 [E, 2I, H / 2] with MXFP4 codes (then both scales are
+            needed), last dimension contiguous. Read in place. H and I are multiples of 32 for MXFP4.
+        w2: [E, H, I] or [E, H, I / 2], dtype of w13, likewise.
         w13_bias: float32, or converted on every call.
         w2_bias: likewise.
         out: [T, H], dtype of x, last dimension contiguous: written and returned. It may share memory with x.
@@ -78,7 +78,7 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
 
     On CUDA: why none can run on the device. Sizes and alignment are looked at when the op is called.
     """
-    num_experts, two_i, hidden = w13.shape
+    num_experts, hidden, intermediate = w13.shape[0], columns_of(w13), columns_of(w2)
     top_k = topk_ids.shape[-1]
     if x.device.type == "cuda":
         return cuda_dispatch.why_unavailable(x.device)
@@ -87,10 +87,12 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
     available, reason = _load.kernels_available()
     if not available:
         return reason
-    if not hidden or not two_i:
-        return f"H and I must be above 0, got H={hidden}, I={two_i // 2}"
-    if hidden % SIZE_MULTIPLE or w2.shape[-1] % SIZE_MULTIPLE:
-        return f"H and I must be multiples of {SIZE_MULTIPLE}, got H={hidden}, I={two_i // 2}"
+    if holds_mxfp4(w13):
+        return "no CPU kernel reads MXFP4 weights"
+    if not hidden or not intermediate:
+        return f"H and I must be above 0, got H={hidden}, I={intermediate}"
+    if hidden % SIZE_MULTIPLE or intermediate % SIZE_MULTIPLE:
+        return f"H and I must be multiples of {SIZE_MULTIPLE}, got H={hidden}, I={intermediate}"
     if num_experts > MAX_EXPERTS:
         return f"at most {MAX_EXPERTS} experts, got {num_experts}"
     if top_k > MAX_TOP_K:
@@ -106,10 +108,16 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
         expected = " or ".join(ACTIVATIONS)
         raise TensorContractError(f"{op}: activation: got {inputs.activation!r}, expected {expected}")
     check.tokens("x", x, *_X_DTYPES)
-    check.shape("w2", w2, "E", "H", "I")
-    check.bind("2I", 2 * w2.shape[2], "twice w2 dim 2")
-    check.shape("w13", w13, "E", "2I", "H")
-    check.dtype("w13", w13, x.dtype, torch.float8_e4m3fn)
+    check.dtype("w13", w13, x.dtype, torch.float8_e4m3fn, mxfp4.PACKED_DTYPE)
+    if holds_mxfp4(w13):
+        check.shape("w2", w2, "E", "H", "I / 2")
+        check.bind("2I", mxfp4.CODES_PER_BYTE * 2 * w2.shape[2], "four times w2 dim 2")
+        check.bind("H / 2", x.shape[1] // mxfp4.CODES_PER_BYTE, "half of x dim 1")
+        check.shape("w13", w13, "E", "2I", "H / 2")
+    else:
+        check.shape("w2", w2, "E", "H", "I")
+        check.bind("2I", 2 * w2.shape[2], "twice w2 dim 2")
+        check.shape("w13", w13, "E", "2I", "H")
     check.dtype("w2", w2, w13.dtype)
     check.contiguous_rows("w13", w13)
     check.contiguous_rows("w2", w2)
@@ -130,22 +138,28 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
 def _check_scales(
     check: TensorChecks, w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None
 ) -> None:
-    quantized = w13.dtype == torch.float8_e4m3fn
+    packed = holds_mxfp4(w13)
+    quantized = packed or w13.dtype == torch.float8_e4m3fn
     for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
         if quantized != (scale is not None):
-            expected = "a tensor, as the weights are float8_e4m3fn" if quantized else f"None with {w13.dtype} weights"
+            expected = f"a tensor, as the weights are {w13.dtype}" if quantized else f"None with {w13.dtype} weights"
             raise check.error(name, "presence", "None" if scale is None else "a tensor", expected)
     if w13_scale is None or w2_scale is None:
         return
-    check.dtype("w13_scale", w13_scale, torch.float32)
-    check.dtype("w2_scale", w2_scale, torch.float32)
-    if w13_scale.dim() == 2:
+    check.dtype("w13_scale", w13_scale, mxfp4.PACKED_DTYPE if packed else torch.float32)
+    check.dtype("w2_scale", w2_scale, mxfp4.PACKED_DTYPE if packed else torch.float32)
+    if w13_scale.dim() == 2 and not packed:
         check.shape("w13_scale", w13_scale, "E", "2I")
         check.shape("w2_scale", w2_scale, "E", "H")
         return
-    for name, scale, weight in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
-        blocks = [-(-size // reference.SCALE_BLOCK) for size in weight.shape[1:]]
-        check.shape(name, scale, "E", *blocks)
+    for name, weight, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale)):
+        rows, columns = weight.shape[1], columns_of(weight)
+        if not packed:
+            check.shape(f"{name}_scale", scale, "E", *(-(-size // reference.SCALE_BLOCK) for size in (rows, columns)))
+            continue
+        if columns % mxfp4.SCALE_GROUP:
+            raise check.error(name, "columns", columns, f"a multiple of {mxfp4.SCALE_GROUP}, which share a scale")
+        check.shape(f"{name}_scale", scale, "E", rows, columns // mxfp4.SCALE_GROUP)
 
 
 def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:

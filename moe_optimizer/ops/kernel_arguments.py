@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
-from moe_optimizer.ops.expert_inputs import Inputs
+from moe_optimizer.ops.expert_inputs import Inputs, bits_of, columns_of, holds_mxfp4
 
 Fields = dict[str, int | float | bool]
 """A C++ struct by field names. A missing or unknown field is a TypeError."""
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+_E2M1_PAIRS = 4
 ACTIVATIONS = ("silu", "swigluoai")
 SCORINGS = ("softmax", "sigmoid")
 """Positions are the codes of csrc/include/moeopt, as are the values of DTYPE_CODE."""
-_NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
+_NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE, _GROUP_SCALE = 0, 1, 2, 3
 
 
 class Router(NamedTuple):
@@ -88,8 +89,8 @@ class CudaProblem:
             top_k=self.top_k,
             num_experts=self.w13.shape[0],
             hidden_size=self.x.shape[1],
-            intermediate_size=self.w2.shape[2],
-            weight_bytes=self.w13.element_size(),
+            intermediate_size=columns_of(self.w2),
+            weight_bits=bits_of(self.w13),
         )
 
     def call(self, variant: Variant, num_multiprocessors: int) -> tuple[Fields, Fields | None, Fields, int]:
@@ -101,10 +102,12 @@ class CudaProblem:
 def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:
     """Return `FusedExpertsArgs`. The addresses keep no tensor alive."""
     x, w13, w2, ids, scale = tensors.x, tensors.w13, tensors.w2, tensors.topk_ids, tensors.w13_scale
+    packed = holds_mxfp4(w13)
+    scales = _address(scale), _address(tensors.w2_scale)
     return {
         "num_tokens": x.shape[0],
         "hidden_size": x.shape[1],
-        "intermediate_size": w2.shape[2],
+        "intermediate_size": columns_of(w2),
         "num_local_experts": w13.shape[0],
         "num_global_experts": 0 if tensors.expert_map is None else tensors.expert_map.shape[0],
         "top_k": tensors.top_k,
@@ -119,10 +122,12 @@ def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:
         "w2": w2.data_ptr(),
         "w2_expert_stride": w2.stride(0),
         "w2_row_stride": w2.stride(1),
-        "weight_dtype": DTYPE_CODE[w13.dtype],
-        "scale_kind": _NO_SCALE if scale is None else _CHANNEL_SCALE if scale.dim() == 2 else _BLOCK_SCALE,
-        "w13_scale": _address(scale),
-        "w2_scale": _address(tensors.w2_scale),
+        "weight_dtype": _E2M1_PAIRS if packed else DTYPE_CODE[w13.dtype],
+        "scale_kind": _scale_kind(w13, scale),
+        "w13_scale": 0 if packed else scales[0],
+        "w2_scale": 0 if packed else scales[1],
+        "w13_exponents": scales[0] if packed else 0,
+        "w2_exponents": scales[1] if packed else 0,
         "w13_bias": _address(tensors.w13_bias),
         "w2_bias": _address(tensors.w2_bias),
         "topk_weights": _address(tensors.topk_weights),
@@ -131,6 +136,14 @@ def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:
         "expert_map": _address(tensors.expert_map),
         "activation": ACTIVATIONS.index(tensors.activation),
     }
+
+
+def _scale_kind(weight: Tensor, scale: Tensor | None) -> int:
+    if scale is None:
+        return _NO_SCALE
+    if holds_mxfp4(weight):
+        return _GROUP_SCALE
+    return _CHANNEL_SCALE if scale.dim() == 2 else _BLOCK_SCALE
 
 
 def _address(tensor: Tensor | None) -> int:

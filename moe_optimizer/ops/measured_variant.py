@@ -9,6 +9,7 @@ import torch
 from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.ops.cuda_variants import Variant, rounds_activations, variant_named
+from moe_optimizer.ops.expert_inputs import columns_of, holds_mxfp4
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds
 
@@ -21,17 +22,23 @@ def measured_variant(problem: CudaProblem) -> Variant | None:
     num_experts = problem.w13.shape[0]
     shape = LayerShape(
         hidden_size=problem.x.shape[1],
-        intermediate_size=problem.w2.shape[2],
+        intermediate_size=columns_of(problem.w2),
         num_experts=num_experts,
         num_global_experts=num_experts if problem.expert_map is None else problem.expert_map.shape[0],
         top_k=problem.top_k,
     )
-    scale = problem.w13_scale
-    weights = "bf16" if scale is None else "fp8_channel" if scale.dim() == 2 else "fp8_block"
-    rows = _rows(torch.cuda.get_device_name(problem.x.device), weights, shape)
+    rows = _rows(torch.cuda.get_device_name(problem.x.device), _weights(problem), shape)
     row = next((row for row in rows if problem.x.shape[0] <= row.tokens), None)
     times = {} if row is None else {name: us for name, us in row.ours_us.items() if not rounds_activations(name)}
     return variant_named(min(times, key=lambda name: times[name])) if times else None
+
+
+def _weights(problem: CudaProblem) -> str:
+    if problem.w13_scale is None:
+        return "bf16"
+    if holds_mxfp4(problem.w13):
+        return "mxfp4"
+    return "fp8_channel" if problem.w13_scale.dim() == 2 else "fp8_block"
 
 
 @functools.cache

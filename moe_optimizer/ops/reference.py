@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops.mxfp4 import PACKED_DTYPE, dequantize_mxfp4
 
 SCALE_BLOCK = 128
 """Rows and columns of a weight block that share one FP32 scale, in the block-wise FP8 format."""
@@ -46,16 +47,17 @@ def fused_experts(
 
     Args:
         x: [T, H].
-        w13: [E, 2I, H]: the gate rows, then the up rows ("silu"), or the two alternating ("swigluoai").
-        w2: [E, H, I].
+        w13: [E, 2I, H]: the gate rows, then the up rows ("silu"), or the two alternating ("swigluoai"). MXFP4: uint8
+            [E, 2I, H / 2].
+        w2: [E, H, I]; [E, H, I / 2].
         topk_weights: float32 [T, k].
         topk_ids: int32 or int64 [T, k]. Negative: the slot is skipped. The same expert twice counts twice.
         expert_map: int32 [number of global experts]; then topk_ids are global, expert_map[id] is the index
             into w13 and w2, and negative means the expert lives on another rank (the slot is skipped).
         activation: "silu" or "swigluoai".
         w13_scale: for FP8 weights: float32, one factor per 128x128 block [E, ceil(2I/128), ceil(H/128)], or
-            one per output channel [E, 2I].
-        w2_scale: likewise [E, ceil(H/128), ceil(I/128)] or [E, H].
+            one per output channel [E, 2I]. For MXFP4 weights: uint8 [E, 2I, H / 32], as `mxfp4` describes.
+        w2_scale: likewise [E, ceil(H/128), ceil(I/128)] or [E, H]; [E, H, I / 32].
         w13_bias: [E, 2I] or None.
         w2_bias: [E, H] or None.
         compute_dtype: dtype of every step; float32 is the specification, others show what they would cost.
@@ -108,6 +110,8 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
     """Return weight[expert] [rows, columns] in `dtype`, multiplied by its scales (see `fused_experts`)."""
+    if scale is not None and weight.dtype == PACKED_DTYPE:
+        return dequantize_mxfp4(weight[expert], scale[expert], dtype)
     matrix = weight[expert].to(dtype)
     if scale is None:
         return matrix

@@ -47,7 +47,7 @@ class SpeedQuestion:
     device: str
     """GPU as the driver names it; for a processor its name, instruction set and number of threads."""
     weights: str
-    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor"."""
+    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4"."""
     shape: LayerShape
     kernel_hash: str
     """Of the sources that our kernels for this device are built from."""

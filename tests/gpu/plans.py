@@ -64,7 +64,7 @@ def gpu_plan(
 
 def always_ours(kernel_hash: str, vllm: str, *, num_experts: int = EXPERTS, of: int = EXPERTS) -> KernelSpeeds:
     """Return a table in which one of our kernels wins everywhere, for a GPU with `num_experts` of a layer's `of`."""
-    direct = str(candidate_variants(MoeSizes(num_tokens=1, num_experts=EXPERTS, weight_bytes=2, **_SIZES))[0])
+    direct = str(candidate_variants(MoeSizes(num_tokens=1, num_experts=EXPERTS, weight_bits=16, **_SIZES))[0])
     rows = []
     for tokens, use in _WINNERS:
         names = {direct if use == "direct" else use, direct if tokens <= 8 else use, _next(tokens)}

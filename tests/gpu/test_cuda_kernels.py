@@ -29,6 +29,7 @@ FP8_TOKENS_BOUND = 0.06
 DIRECT = DirectVariant()
 BF16 = GroupedVariant(GemmMode.BF16)
 FP8_WEIGHTS = GroupedVariant(GemmMode.FP8_WEIGHTS)
+MXFP4_WEIGHTS = GroupedVariant(GemmMode.MXFP4_WEIGHTS)
 
 
 def on_gpu(case: Case) -> Case:
@@ -100,6 +101,58 @@ def test_grouped_fp8_weights_match_the_reference(tokens, hidden, width, fp8, til
     assert_close(case, run(case.problem, GroupedVariant(GemmMode.FP8_WEIGHTS, tile)))
 
 
+# 90 groups along K, as in gpt-oss: exponents start at any even byte.
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 2048, 768), (7, 288, 224), (64, 2880, 2880), (16, 1056, 96)]
+)
+def test_direct_mxfp4_matches_the_reference_with_the_same_bits_every_time(tokens, hidden, width):
+    case = on_gpu(make_case(tokens, 4, 8, hidden, width, mxfp4=True))
+    first = run(case.problem, DIRECT).clone()
+    assert_close(case, first)
+    for _ in range(10):
+        assert torch.equal(first, run(case.problem, DIRECT))
+
+
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.MXFP4_WEIGHTS])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(5, 2048, 768), (300, 288, 224), (40, 2880, 480), (700, 1056, 96)]
+)
+def test_grouped_mxfp4_weights_match_the_reference(tokens, hidden, width, tile):
+    case = on_gpu(make_case(tokens, 2, 5, hidden, width, mxfp4=True))
+    assert_close(case, run(case.problem, GroupedVariant(GemmMode.MXFP4_WEIGHTS, tile)))
+
+
+@pytest.mark.parametrize("exponent", [0, 94, 127, 150, 160])
+@pytest.mark.parametrize("variant", [DIRECT, MXFP4_WEIGHTS], ids=str)
+def test_mxfp4_weights_are_exact_over_the_range_of_their_scales(variant, exponent):
+    # Every code, of subnormal BF16 too. Another scale of all weights of w2 changes every output by a power of two.
+    case = on_gpu(make_case(9, 2, 3, 288, 96, mxfp4=True))
+    problem = case.problem
+    assert problem.w2_scale is not None
+    problem.w2_scale.fill_(120)
+    want = run(problem, variant).clone()
+    assert_close(case, want)
+    problem.w2_scale.fill_(exponent)
+    got = run(problem, variant).float()
+    if exponent > 0:
+        assert torch.equal(
+            got, torch.ldexp(want.float(), torch.tensor(exponent - 120, device="cuda")).bfloat16().float()
+        )
+    else:  # weights below 2^-94 lose bits
+        assert got.abs().max() < 2.0**-94
+
+
+@pytest.mark.parametrize("exponent", [161, 254, 255])
+@pytest.mark.parametrize("variant", [DIRECT, MXFP4_WEIGHTS], ids=str)
+def test_scales_beyond_bf16_and_no_number_show_in_their_row_alone(variant, exponent):
+    problem = on_gpu(make_case(9, 2, 3, 64, 96, mxfp4=True)).problem
+    assert problem.w2_scale is not None
+    problem.w2_scale[:, 1::2] = exponent
+    out = run(problem, variant)
+    assert not out[:, 1::2].isfinite().any()
+    assert out[:, ::2].isfinite().all()
+
+
 @pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.FP8])
 @pytest.mark.parametrize("fp8", ["block", "channel"])
 def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
@@ -131,13 +184,15 @@ def test_paired_blocks_give_the_bits_of_single_ones_every_time(variant, routing)
         assert torch.equal(want, run(problem, variant))
 
 
-@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
-def test_biases_clamped_activation_map_and_skipped_ids(variant):
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_biases_clamped_activation_map_and_skipped_ids(grouped, mxfp4):
+    variant = DIRECT if not grouped else MXFP4_WEIGHTS if mxfp4 else BF16
     ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(3))
     expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
     case = on_gpu(
-        make_case(12, 2, 4, 272, 144, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True,
-                  int64_ids=True)
+        make_case(12, 2, 4, 288, 160, mxfp4=mxfp4, ids=ids, expert_map=expert_map, activation="swigluoai",
+                  bias=True, int64_ids=True)
     )  # fmt: skip
     assert_close(case, run(case.problem, variant))
 
@@ -164,18 +219,22 @@ def test_rows_around_the_output_stay_as_they_were(variant):
     assert (guard == 7.0).all()
 
 
-@pytest.mark.parametrize("variant", [DIRECT, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8)], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8), MXFP4_WEIGHTS], ids=str)
 def test_the_same_input_gives_the_same_bits(variant):
-    fp8 = None if variant in (DIRECT, BF16) else "block"
-    case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8))
+    fp8 = None if variant in (DIRECT, BF16, MXFP4_WEIGHTS) else "block"
+    case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8, mxfp4=variant == MXFP4_WEIGHTS))
     first = run(case.problem, variant).clone()
     for _ in range(20):
         assert torch.equal(first, run(case.problem, variant))
 
 
-@pytest.mark.parametrize("variant", [DIRECT, BF16, GroupedVariant(GemmMode.BF16, 160, paired=True)], ids=str)
-def test_a_captured_graph_follows_its_inputs(variant):
-    case = on_gpu(make_case(8, 4, 16, 512, 256))
+@pytest.mark.parametrize(
+    ("variant", "mxfp4"),
+    [(DIRECT, False), (BF16, False), (GroupedVariant(GemmMode.BF16, 160, paired=True), False), (DIRECT, True),
+     (MXFP4_WEIGHTS, True)], ids=str,
+)  # fmt: skip
+def test_a_captured_graph_follows_its_inputs(variant, mxfp4):
+    case = on_gpu(make_case(8, 4, 16, 512, 256, mxfp4=mxfp4))
     problem = case.problem
     run(problem, variant)
     graph = torch.cuda.CUDAGraph()

@@ -29,7 +29,7 @@ def ours_in_fp8(kind: str, kernel_hash: str, vllm: str) -> KernelSpeeds:
     rows = []
     for tokens in (1, 8, 64, 1024):
         sizes = MoeSizes(num_tokens=tokens, top_k=4, num_experts=EXPERTS, hidden_size=128, intermediate_size=128,
-                         weight_bytes=1)  # fmt: skip
+                         weight_bits=8)  # fmt: skip
         names = {str(each): 10.0 for each in candidate_variants(sizes)}
         rows.append(TokenSpeeds(tokens=tokens, stock_us=100.0, ours_us=names, peers_us={"deep_gemm": 100.0}))
     return dataclasses.replace(

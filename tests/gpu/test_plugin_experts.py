@@ -29,12 +29,12 @@ SHAPES = [(16, 128, 128, 4), (128, 2048, 768, 8)]
 TOKENS = (1, 2, 5, 8, 12, 30, 64, 200)
 
 
-def ranges(experts: int, hidden: int, width: int, top_k: int, weight_bytes: int) -> tuple[TokenRange, ...]:
+def ranges(experts: int, hidden: int, width: int, top_k: int, weight_bits: int) -> tuple[TokenRange, ...]:
     """A direct and two grouped kernels of ours, and vLLM's in between."""
     found = []
     for tokens, index in ((8, 0), (16, -1), (64, -1)):
         sizes = MoeSizes(num_tokens=tokens, top_k=top_k, num_experts=experts, hidden_size=hidden,
-                         intermediate_size=width, weight_bytes=weight_bytes)  # fmt: skip
+                         intermediate_size=width, weight_bits=weight_bits)  # fmt: skip
         found.append(TokenRange(up_to=tokens, use=str(candidate_variants(sizes)[index])))
     return (*found[:2], TokenRange(up_to=40, use="stock"), found[2])
 
@@ -168,7 +168,7 @@ def _moe_config(shape: tuple[int, int, int, int], num_global: int) -> Any:
 @pytest.mark.parametrize("shape", SHAPES, ids=["tiny", "qwen3"])
 def test_every_number_of_tokens_is_right_and_goes_where_the_plan_says(shape, fp8, apart, tmp_path, monkeypatch):
     experts, hidden, width, top_k = shape
-    planned = ranges(experts, hidden, width, top_k, 1 if fp8 else 2)
+    planned = ranges(experts, hidden, width, top_k, 8 if fp8 else 16)
     session = activated(tmp_path, monkeypatch, {"fp8_block" if fp8 else "bf16": planned})
     layer = make_layer(shape, fp8=fp8, apart=apart)
     expected: dict[str, int] = {}
@@ -188,7 +188,7 @@ def test_every_number_of_tokens_is_right_and_goes_where_the_plan_says(shape, fp8
 @pytest.mark.parametrize("tokens", [1, 8, 16, 30, 64])
 def test_a_captured_graph_replays_with_new_inputs_to_the_bits_of_the_eager_run(tokens, fp8, tmp_path, monkeypatch):
     shape = SHAPES[0]
-    activated(tmp_path, monkeypatch, {"fp8_block" if fp8 else "bf16": ranges(*shape[:1], *shape[1:], 1 if fp8 else 2)})
+    activated(tmp_path, monkeypatch, {"fp8_block" if fp8 else "bf16": ranges(*shape[:1], *shape[1:], 8 if fp8 else 16)})
     layer = make_layer(shape, fp8=fp8)
     x, weights, ids = layer.inputs(tokens)
     stream = torch.cuda.Stream()

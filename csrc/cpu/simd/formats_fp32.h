@@ -75,7 +75,8 @@ const ExpertKernels* fp32_kernels(const FusedExpertsArgs& args) {
     case DType::kFloat32: return fp8 ? &kExperts<Fp8Weights<float>> : &kExperts<Fp32Weights<S>>;
     case DType::kBFloat16: return fp8 ? &kExperts<Fp8Weights<BFloat16>> : &kExperts<Bf16Weights>;
     case DType::kFloat16: return fp8 ? &kExperts<Fp8Weights<Float16>> : &kExperts<Fp16Weights<S>>;
-    case DType::kFloat8E4M3: return nullptr;
+    case DType::kFloat8E4M3:
+    case DType::kFloat4E2M1: return nullptr;
   }
   return nullptr;
 }

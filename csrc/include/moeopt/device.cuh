@@ -85,6 +85,18 @@ MOEOPT_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
+// min.u16x2, of each 16-bit half.
+MOEOPT_DEVICE uint32_t min_u16x2(uint32_t a, uint32_t b) {
+  uint32_t smaller;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+// mul.bf16x2: rounds to nearest even; subnormal numbers go in and come out.
+MOEOPT_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
 MOEOPT_DEVICE float exp_f32(float x) { return expf(x); }  // the library's accurate function
 // ex2.approx.ftz.f32 of x log2(e): error about 2 units in the last place of FP32, far below BF16's.
 MOEOPT_DEVICE float exp_approx(float x) {
@@ -128,6 +140,7 @@ MOEOPT_DEVICE uint32_t cvt_e4m3x2_f32(float first, float second) {
 
 // ld.global.nc: data that nothing writes while the kernel runs; it may stay in L1.
 MOEOPT_DEVICE float ld_global_nc(const float* pointer) { return __ldg(pointer); }
+MOEOPT_DEVICE uint32_t ld_global_nc(const uint8_t* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE Vec4 ld_global_nc_v4(const void* pointer) {
   Vec4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -323,6 +336,12 @@ MOEOPT_DEVICE void cp_async_16(void* shared, const void* global, bool valid) {
 // cp.async.ca of 4 bytes
 MOEOPT_DEVICE void cp_async_4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
+}
+// The same; where `valid` is false it writes zeros and reads nothing.
+MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(shared)), "l"(global),
+               "r"(valid ? 4 : 0)
+               : "memory");
 }
 // cp.async.mbarrier.arrive.noinc: one arrival once all copies that this thread has started have landed. Does not wait.
 MOEOPT_DEVICE void cp_async_mbarrier_arrive(uint64_t* barrier) {

@@ -24,6 +24,8 @@
 // Modes:
 //   kBf16        BF16 x BF16.
 //   kFp8Weights  E4M3 x BF16: weights are converted to BF16 in registers; prepare_tokens.cuh permutes the tokens.
+//   kMxfp4Weights  E2M1 codes x BF16: likewise, 256 of K per stage, with the exponents of its groups as they lie in
+//                memory. The scales are part of the BF16 weights, so there are no partial sums and tiles can be wider.
 //   kFp8         E4M3 x E4M3: the scales of the weights, and of h, apply to FP32 partial sums per 128 of K; x has one
 //                scale per token, which applies to the sums (grouped_gemm_sm90_products.cuh).
 //
@@ -53,7 +55,7 @@ MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, con
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
   mbarrier_arrive_expect_tx(full, Shape::kWeightBytes);
-  const int x = step * Shape::kDepth;
+  const int x = step * Shape::kMapStep;
   if (args.paired) {
     const int box = cluster_ctarank();
     tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert,
@@ -90,7 +92,7 @@ MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map,
 // FP8 tiles of kDown, the ratio of each token's scale to its scale of the next 128 of K. It reads them a step ahead.
 template <GemmMode kMode, int kTokens, bool kUp>
 struct StageScales {
-  static constexpr bool kHasFactors = kMode != GemmMode::kBf16;
+  static constexpr bool kHasFactors = kMode == GemmMode::kFp8Weights || kMode == GemmMode::kFp8;
   static constexpr bool kHasRatios = kMode == GemmMode::kFp8 && !kUp && kTokens > kExactColumns;
   static constexpr int kPerLane = kHasRatios ? (kTokens + 31) / 32 : 1;
 
@@ -132,6 +134,50 @@ struct StageScales {
       const int n = thread_index() + 32 * i;
       if (n < columns) scales[kRatioOffset + token_scale_place(n)] = before[i] * rcp_approx(now[i]);
       before[i] = now[i];
+    }
+  }
+};
+
+// MXFP4: the weights warp copies the exponents of a stage's 256 rows, 8 bytes each, beside the weights. A row's
+// exponents may start at any address, but copies are of aligned words: three words per row, of which exponent i is byte
+// `skew` + i. Words past the end of a row, or of all rows, arrive as zeros: finite scales of zero weights.
+struct StageExponents {
+  // Of this lane's first row in either box. Its other rows are 32 apart, so they have the same skew.
+  const unsigned char* words[2];
+  int skew[2], rows_left[2], stride, groups;
+
+  template <bool kUp>
+  MOEOPT_DEVICE static StageExponents of(const GemmArgs& args, const WorkTile& work) {
+    StageExponents exponents;
+    exponents.groups = args.depth / static_cast<int>(kScaleGroup);
+    const int apart = kUp ? w13_row(args.activation, args.rows, 1, 0) : 1;  // rows of a box in memory
+    exponents.stride = 32 * apart * exponents.groups;
+    MOEOPT_UNROLL
+    for (int box = 0; box < 2; ++box) {
+      const int row = box_row<kUp>(work.row_tile, box) + thread_index();
+      const int inside = row < args.rows ? row : 0,
+                weight_row = kUp ? w13_row(args.activation, args.rows, inside, box) : inside;
+      const unsigned char* start =
+          args.exponents + (static_cast<int64_t>(work.expert) * args.weight_rows + weight_row) * exponents.groups;
+      exponents.rows_left[box] = args.rows - row;
+      exponents.skew[box] = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 4);
+      exponents.words[box] = start - exponents.skew[box];
+    }
+    return exponents;
+  }
+  MOEOPT_DEVICE void copy(unsigned char* scales, int step) const {
+    MOEOPT_UNROLL
+    for (int box = 0; box < 2; ++box) {
+      const int bytes = groups + skew[box] - 8 * step;  // that are left of the row
+      MOEOPT_UNROLL
+      for (int i = 0; i < kBoxRows / 32; ++i) {
+        const bool inside = 32 * i < rows_left[box];
+        const unsigned char* from = words[box] + (inside ? i * stride + 8 * step : 0);
+        unsigned char* to = scales + (box * kBoxRows + i * 32 + thread_index()) * 16;
+        cp_async_4(to, from, inside);
+        cp_async_4(to + 4, from + 4, inside && bytes > 4);
+        if (skew[box] > 0) cp_async_4(to + 8, from + 8, inside && bytes > 8);
+      }
     }
   }
 };
@@ -206,6 +252,8 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
     if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, work);
     StageScales<kMode, kTokens, kUp> scales(args, work.tile(), work.row_tile);
+    StageExponents exponents;
+    if constexpr (Shape::kMxfp4) exponents = StageExponents::of<kUp>(args, work);
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       if (ahead > 0) {
@@ -213,8 +261,13 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       } else if (lane == 0) {
         copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
-      scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
-      mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
+      if constexpr (Shape::kMxfp4) {
+        exponents.copy(ring.data() + Shape::kScaleOffset, step);
+        cp_async_mbarrier_arrive(ring.full + ring.stage);
+      } else {
+        scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
+        mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
+      }
       ring.advance();
       if (step == 0 && fills_queue) filler.push_next();
       if (kUp && lane == 0) signals.step();
@@ -288,7 +341,8 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
       scale_rows[i] = kFp8 && n < tile.count ? static_cast<uint32_t>(token_row(tile.begin + n)) : kNoRow;
     }
     const unsigned char* from = static_cast<const unsigned char*>(args.tokens) + chunk * 16;
-    int bytes_left = args.depth * kElementBytes - chunk * 16;  // of the row
+    const int length = Shape::kMxfp4 ? static_cast<int>(args.token_stride) : args.depth;
+    int bytes_left = length * kElementBytes - chunk * 16;  // of the row
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       unsigned char* to = ring.data() + Shape::kWeightBytes + place;
@@ -328,6 +382,9 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     multiply_stages_bf16<kColumns>(stages, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kFp8Weights) {
     multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
+  } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
+    multiply_stages_mxfp4_weights<kColumns>(
+        stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
   } else if constexpr (kColumns <= kExactColumns) {
     multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
   } else {
@@ -335,9 +392,12 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   }
   touch_all(sum0);
   touch_all(sum1);
-  if (args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
-    add_row_terms(sum0, row_terms<kUp>(args, tile.expert, first0, 0));
-    add_row_terms(sum1, row_terms<kUp>(args, tile.expert, first1, 1));
+  if (Shape::kMxfp4 || args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
+    constexpr bool kSpread = kWarpRows<kMode, kUp> == 32;
+    const int rows0 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 0) : first0;
+    const int rows1 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 1) : first1;
+    add_row_terms(sum0, row_terms<kMode, kUp>(args, tile.expert, rows0, 0));
+    add_row_terms(sum1, row_terms<kMode, kUp>(args, tile.expert, rows1, 1));
   }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {
@@ -349,11 +409,14 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     if constexpr (kMode == GemmMode::kFp8) {
       store_quantized<kColumns, kStaged>(args, tile, first0, sum0, staging);
     } else {
-      store_tile<kColumns, kStaged, kMode == GemmMode::kFp8Weights>(args, tile, first0, staging, sum0);
+      constexpr RowOrder kOrder = kMode == GemmMode::kFp8Weights ? RowOrder::kFp8Weights
+                                  : Shape::kMxfp4                ? RowOrder::kMxfp4Weights
+                                                                 : RowOrder::kPlain;
+      store_tile<kColumns, kStaged, kOrder>(args, tile, first0, staging, sum0);
     }
   } else {
-    store_tile<kColumns, kStaged, false>(args, tile, first0, staging, sum0);
-    store_tile<kColumns, kStaged, false>(args, tile, first1, staging, sum1);
+    store_tile<kColumns, kStaged, RowOrder::kPlain>(args, tile, first0, staging, sum0);
+    store_tile<kColumns, kStaged, RowOrder::kPlain>(args, tile, first1, staging, sum1);
   }
 }
 

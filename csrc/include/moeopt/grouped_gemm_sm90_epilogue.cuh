@@ -7,6 +7,7 @@
 
 #include "moeopt/device.cuh"
 #include "moeopt/grouped_gemm_sm90_shape.cuh"
+#include "moeopt/mxfp4.cuh"
 #include "moeopt/prepare_tokens.cuh"
 #include "moeopt/swiglu.cuh"
 
@@ -42,16 +43,30 @@ MOEOPT_DEVICE Vec4 load_permuted(const Staging& staging, int n, int chunk) {
   return chunk % 2 ? Vec4{low.y, low.w, high.y, high.w} : Vec4{low.x, low.z, high.x, high.z};
 }
 
+// 8 rows of token n, in the order of mxfp4_position. The four warps' 16 rows lie one after the other.
+MOEOPT_DEVICE Vec4 load_for_mxfp4(const Staging& staging, int n, int chunk) {
+  uint32_t words[4];
+  MOEOPT_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    const uint16_t* from = staging.chunk(n, 2 * t + chunk / 4) + chunk % 4;
+    words[t] = from[0] | static_cast<uint32_t>(from[4]) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+enum class RowOrder { kPlain, kFp8Weights, kMxfp4Weights };  // of the rows that store_tile writes
+
 // Writes BF16 rows of the tile's tokens. All loads of a part are issued before the first store: one round at a time
 // would wait for shared memory once per 16 tokens, a quarter of the down launch's time.
-template <int kColumns, int kStagedTokens, bool kPermute>
+template <int kColumns, int kStagedTokens, RowOrder kOrder>
 MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, const Staging& staging,
                               const float (&values)[kColumns / 2]) {
   constexpr int kRounds = kStagedTokens / 16;
   const int thread = thread_index() % 128, lane = thread % 32, warp = thread / 32;
   const int token = thread / 8, chunk = thread % 8;
   // Of this thread: every 16th token, 8 rows.
-  const int count = first + chunk * 8 < args.rows ? tile.count - token : 0;
+  // kMxfp4Weights: rows past the end are zeros and fill up the last 128.
+  const int count = kOrder == RowOrder::kMxfp4Weights || first + chunk * 8 < args.rows ? tile.count - token : 0;
   uint16_t* out = args.out + (tile.begin + token) * args.out_stride + first + chunk * 8;
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kStagedTokens) {
@@ -69,8 +84,10 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
     MOEOPT_UNROLL
     for (int j = 0; j < kRounds; ++j) {
       if (part + 16 * j >= kColumns) continue;
-      rows[j] = kPermute ? load_permuted(staging, token + 16 * j, chunk)
-                         : *reinterpret_cast<const Vec4*>(staging.chunk(token + 16 * j, chunk));
+      const int n = token + 16 * j;
+      rows[j] = kOrder == RowOrder::kFp8Weights     ? load_permuted(staging, n, chunk)
+                : kOrder == RowOrder::kMxfp4Weights ? load_for_mxfp4(staging, n, chunk)
+                                                    : *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
     }
     MOEOPT_UNROLL
     for (int j = 0; j < kRounds; ++j) {
@@ -184,16 +201,18 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
   }
 }
 
-// Scale (per channel) and bias of a thread's two rows of operand `which`, which begins at row `first`.
+// Scale (per channel; MXFP4: of all) and bias of a thread's two rows of operand `which`, which begins at row `first`.
 struct RowTerms {
-  float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+  float scale[2], bias[2] = {0.0f, 0.0f};
 };
-template <bool kUp>
+template <GemmMode kMode, bool kUp>
 MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, int first, int which) {
+  constexpr int kWarpsApart = kWarpRows<kMode, kUp>;
   RowTerms terms;
+  terms.scale[0] = terms.scale[1] = kMode == GemmMode::kMxfp4Weights ? kMxfp4Rescale : 1.0f;
   MOEOPT_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int inside = first + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4 + 8 * half;
+    const int inside = first + thread_index() % 128 / 32 * kWarpsApart + thread_index() % 32 / 4 + 8 * half;
     if (inside >= args.rows) continue;
     const int row = kUp ? w13_row(args.activation, args.rows, inside, which) : inside;
     if (args.scale_kind == ScaleKind::kChannel) {

@@ -2,6 +2,7 @@
 //
 //   BF16            sums += w x
 //   FP8 weights     part = bf16(w) x;  sums += f part                                    f: of 128 x 128 weights, or 1
+//   MXFP4 weights   sums += bf16(w) x; at the end sums *= 2^32                           bf16(w): scaled, x 2^-32
 //   FP8 x FP8, up to 64 columns
 //              up   part = w x;        sums += f part, at the end sums *= s              s: of the token
 //              down part = w h;        sums += f s part                                  s: of the token and 128 of K
@@ -16,6 +17,7 @@
 
 #include "moeopt/device.cuh"
 #include "moeopt/grouped_gemm_sm90_shape.cuh"
+#include "moeopt/mxfp4.cuh"
 
 namespace moeopt {
 
@@ -34,6 +36,12 @@ struct TileStages {
   MOEOPT_DEVICE TileStages(const GemmArgs& args, GemmRing& ring_, int warpgroup_)
       : ring(ring_), num_steps(ceil_div(args.depth, Shape::kDepth)), warpgroup(warpgroup_), paired(args.paired),
         has_factors(kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {}
+
+  // MXFP4: the first of this warp's 16 rows of operand `a` in a stage, see kWarpRows.
+  MOEOPT_DEVICE int stage_row(int a) const {
+    const int warp = thread_index() / 32 % 4;
+    return kUp ? kBoxRows * a + 16 * warpgroup + 32 * warp : kBoxRows * warpgroup + 64 * a + 16 * warp;
+  }
 
   // Waits until the ring's stage is full.
   MOEOPT_DEVICE void open() {
@@ -116,6 +124,99 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsign
     wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
   }
   wgmma_wait_group<0>();
+}
+
+// Where the exponents of a lane's rows g and g + 8 of both operands start within their first word (StageExponents).
+struct StageExponentsOfLane {
+  uint32_t selectors[2][2];  // of prmt: that byte of this lane's group, four times
+  int groups;                // of a row, from this lane's first on
+
+  template <bool kUp>
+  MOEOPT_DEVICE static StageExponentsOfLane of(const GemmArgs& args, int expert, int row_tile, int warpgroup) {
+    const int groups = args.depth / static_cast<int>(kScaleGroup), lane = thread_index() % 32;
+    const int warp = thread_index() / 32 % 4;
+    StageExponentsOfLane exponents;
+    exponents.groups = groups - lane % 4;
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      MOEOPT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        constexpr GemmMode kMode = GemmMode::kMxfp4Weights;
+        const int first = first_of_operand<kMode, kUp>(row_tile, warpgroup, a) + warp * kWarpRows<kMode, kUp>;
+        const int row = first + lane / 4 + 8 * half;
+        const int weight_row = kUp ? w13_row(args.activation, args.rows, row, a) : row;
+        const uint8_t* start = args.exponents + (static_cast<int64_t>(expert) * args.weight_rows + weight_row) * groups;
+        const auto skew = row < args.rows ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(start) % 4) : 0;
+        exponents.selectors[a][half] = (skew + static_cast<uint32_t>(lane % 4)) * 0x1111u;
+      }
+    }
+    return exponents;
+  }
+};
+
+// All stages, MXFP4 weights. A stage has two pieces of 128 along K, of which a lane turns the group t of four rows: 8
+// steps of K = 16 each, whose tokens are 16 places in the order of mxfp4_position. Two register sets: one is converted
+// while the other is multiplied.
+template <int kColumns, typename Stages>
+MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExponentsOfLane& exponents,
+                                                 float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
+  const int lane = thread_index() % 32, swizzle = lane / 4;
+  uint32_t a0[2][2][4], a1[2][2][4];
+  for (int step = 0; step < stages.num_steps; ++step) {
+    stages.open();
+    const uint64_t b = matrix_descriptor(stages.tokens());
+    MOEOPT_UNROLL
+    for (int piece = 0; piece < 2; ++piece) {
+      Vec4 rows[2][2];
+      uint32_t factors[2][2];
+      // Behind the row's last group are the next row's exponents; one of them may not be finite.
+      const uint32_t mask = 8 * step + 4 * piece < exponents.groups ? 0x00ff00ffu : 0;
+      MOEOPT_UNROLL
+      for (int a = 0; a < 2; ++a) {
+        MOEOPT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int row = stages.stage_row(a) + lane / 4 + 8 * half;
+          rows[a][half] = *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 +
+                                                         (((4 * piece + lane % 4) ^ swizzle) << 4));
+          const auto* words = reinterpret_cast<const uint32_t*>(stages.scales()) + row * 4 + piece;
+          factors[a][half] = mxfp4_factor(prmt(words[0], words[1], exponents.selectors[a][half]) & mask);
+        }
+      }
+      MOEOPT_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        const auto turn = [&](int a, uint32_t (&to)[2][4]) {
+          const Vec4 low = rows[a][0], high = rows[a][1];
+          uint32_t lows[4], highs[4];
+          bf16_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, factors[a][0], lows);
+          bf16_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, factors[a][1], highs);
+          MOEOPT_UNROLL
+          for (int k = 0; k < 2; ++k) {
+            to[k][0] = lows[2 * k];
+            to[k][1] = highs[2 * k];
+            to[k][2] = lows[2 * k + 1];
+            to[k][3] = highs[2 * k + 1];
+          }
+        };
+        turn(0, a0[w % 2]);
+        turn(1, a1[w % 2]);
+        wgmma_fence();
+        MOEOPT_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const int position = piece * 8 + w * 2 + k;  // in steps of 32 bytes; 4 to a tile of tokens
+          const uint64_t tokens =
+              advance_descriptor(b, position / 4 * Stages::kTokensInStage * 128 + position % 4 * 32);
+          wgmma_bf16(sum0, a0[w % 2][k], tokens, 1);
+          wgmma_bf16(sum1, a1[w % 2][k], tokens, 1);
+        }
+        wgmma_commit_group();
+        wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
+      }
+    }
+    wgmma_wait_group<0>();
+    bar_warp_sync();
+    stages.release(stages.ring.stage);
+    stages.ring.advance();
+  }
 }
 
 // One stage of FP8 x FP8, one operand: 4 steps of K = 32, added to `sum` or replacing it. Does not wait.

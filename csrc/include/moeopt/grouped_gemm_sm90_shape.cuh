@@ -21,20 +21,25 @@ constexpr int kExactColumns = 64;        // FP8 x FP8: up to this many columns, 
 
 // Widths of a token tile that are compiled, up to where the sums fit the registers.
 template <GemmMode kMode>
-using CompiledTiles =
-    std::conditional_t<kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
-                       std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
-                                          std::integer_sequence<int, 32, 64, 96, 144>>>;
+using CompiledTiles = std::conditional_t<
+    kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
+    std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
+                       std::conditional_t<kMode == GemmMode::kMxfp4Weights, std::integer_sequence<int, 16, 32, 64, 128>,
+                                          std::integer_sequence<int, 32, 64, 96, 144>>>>;
 
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
   static constexpr int kBoxes = 2;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;          // K per stage: 128 bytes of weights
-  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
+  static constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4Weights;
+  static constexpr int kMapStep = kMode == GemmMode::kBf16 ? 64 : 128;  // elements of the tensor map in 128 bytes
+  static constexpr int kDepth = kMxfp4 ? 256 : kMapStep;                // K per stage: 128 bytes of weights
+  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : kMxfp4 ? 4 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios. Rounded up to keep the next stage aligned.
+  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios; MXFP4: exponents. Rounded up to keep the
+  // next stage aligned.
   static constexpr int kScaleBytes = kMode == GemmMode::kBf16                             ? 0
+                                     : kMxfp4                                             ? kBoxes * kBoxRows * 16
                                      : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
                                                                                           : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
@@ -71,7 +76,7 @@ MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scal
 }
 
 struct GemmArgs {
-  const void* tokens;        // BF16, permuted BF16 or E4M3 rows
+  const void* tokens;        // BF16, permuted BF16 or E4M3 rows; MXFP4: as long as token_stride, else as `depth`
   int64_t token_stride;      // elements
   const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
@@ -92,6 +97,7 @@ struct GemmArgs {
   bool weights_evict_first;  // most experts have one token tile
   bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
+  const uint8_t* exponents;  // MXFP4; last, so that kernels without it stay the instructions they were
 };
 
 struct GemmRing {
@@ -133,6 +139,17 @@ MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
 template <bool kUp>
 MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
+}
+
+// Rows from one warp of a math warpgroup to the next, in an operand. With MXFP4 the warps of kUp are 32 rows apart and
+// those of the other warpgroup lie between: 64 rows of h then fill whole 16 bytes of the order of mxfp4_position.
+template <GemmMode kMode, bool kUp>
+constexpr int kWarpRows = kMode == GemmMode::kMxfp4Weights && kUp ? 32 : 16;
+// First row of operand `a` that the math warpgroup has.
+template <GemmMode kMode, bool kUp>
+MOEOPT_DEVICE int first_of_operand(int row_tile, int warpgroup, int a) {
+  if constexpr (kWarpRows<kMode, kUp> == 32) return row_tile * kBoxRows + 16 * warpgroup;
+  return first_row<kUp>(row_tile, warpgroup, a);
 }
 
 // First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one

@@ -1,8 +1,10 @@
-// Prepares the activations for the grouped GEMM over FP8 weights.
+// Prepares the activations for the grouped GEMM over FP8 or MXFP4 weights.
 //
 // permute:  BF16 in, BF16 out, each 16 along K reordered. A lane reads 4 neighbouring FP8 weights, K = 4t .. 4t+3, but
 //           the wgmma operand needs 2t, 2t+1, 2t+8, 2t+9. Permuting the tokens is cheaper than permuting the weights.
 //           One warp per 128 elements of a row, 4 per lane.
+//           MXFP4: each 128 along K reordered; rows are filled up with zeros to whole 128. A lane reads the 32 weights
+//           of one group, K = 32t .. 32t+31, and gets codes i and i + 4 of 8 in one register (mxfp4.cuh).
 // quantize: BF16 in, E4M3 and one FP32 scale per row out: scale = max |x| / 448. One scale per row is accurate enough:
 //           E4M3 is a floating-point format, so values down to 2^-15 of the largest keep their 4 significant bits. It
 //           saves the GEMM a factor per token and 128 of K. One warp per row.
@@ -18,6 +20,11 @@ constexpr float kLargestE4M3 = 448.0f;
 
 // New position of element k among its 16: pairs (4t, 4t+1) go to 2t, pairs (4t+2, 4t+3) to 2t + 8.
 MOEOPT_DEVICE int permuted_position(int k) { return (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1); }
+
+// The same for MXFP4, among 128: 8 w + i + 4 p of the 32 of lane t goes to place 2 t + p of the 8 at 8 (4 w + i).
+MOEOPT_DEVICE int mxfp4_position(int k) {
+  return (k & ~127) | ((k & 24) << 2) | ((k & 3) << 3) | ((k & 96) >> 4) | ((k & 4) >> 2);
+}
 
 // Scale for values up to `top` in magnitude. Values so small that the ratio of two scales could be infinite get scale 1
 // and become zeros. NaN and infinity stay visible through the scale.
@@ -57,7 +64,7 @@ MOEOPT_DEVICE Quantized8 quantize8(const Vec4& v, float scale) {
 struct PrepareArgs {
   const uint16_t* in;  // [rows][row_stride] BF16
   int64_t in_stride;
-  uint16_t* permuted;  // [rows][depth], or null
+  uint16_t* permuted;  // [rows][depth], or null; for MXFP4 rows have whole 128
   uint8_t* quantized;  // [rows][depth], or null
   float* scale;        // [rows]
   int64_t rows;
@@ -76,6 +83,27 @@ MOEOPT_DEVICE void permute_rows(const PrepareArgs& args, int block, int num_bloc
     auto* row_out = reinterpret_cast<uint32_t*>(args.permuted + row * args.depth);
     row_out[permuted_position(k) / 2] = source[0];
     row_out[permuted_position(k + 2) / 2] = source[1];
+  }
+}
+
+// A lane makes 4 words of 2 elements, which are next to each other in the result.
+MOEOPT_DEVICE void permute_rows_for_mxfp4(const PrepareArgs& args, int block, int num_blocks) {
+  const int lane = thread_index() % 32, length = ceil_div(args.depth, 128) * 128;
+  const int64_t total = args.rows * (length / 128), warps = static_cast<int64_t>(num_blocks) * (kPrepareThreads / 32);
+  for (int64_t task = static_cast<int64_t>(block) * (kPrepareThreads / 32) + thread_index() / 32; task < total;
+       task += warps) {
+    const int64_t row = task / (length / 128);
+    const int first = static_cast<int>(task % (length / 128)) * 128;
+    if (lane >= 16) continue;
+    const uint16_t* source = args.in + row * args.in_stride;
+    uint32_t words[4];
+    MOEOPT_UNROLL
+    for (int t = 0; t < 4; ++t) {
+      const int k = first + 32 * t + lane / 4 * 8 + lane % 4;
+      words[t] = k < args.depth ? source[k] | static_cast<uint32_t>(source[k + 4]) << 16 : 0;
+    }
+    *reinterpret_cast<Vec4*>(args.permuted + row * length + first + lane * 8) = {words[0], words[1], words[2],
+                                                                                 words[3]};
   }
 }
 
@@ -118,9 +146,12 @@ MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blo
   }
 }
 
-// By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
+// kMxfp4: in the order for MXFP4. By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
+template <bool kMxfp4>
 MOEOPT_DEVICE void prepare_tokens(const PrepareArgs& args, int block, int num_blocks) {
-  if (args.permuted != nullptr) {
+  if constexpr (kMxfp4) {
+    permute_rows_for_mxfp4(args, block, num_blocks);
+  } else if (args.permuted != nullptr) {
     permute_rows(args, block, num_blocks);
   } else {
     quantize_rows(args, block, num_blocks);

@@ -3,7 +3,7 @@
 //   pairs [T k] ──blocks of 1024, 128 per warp──► match.any finds the lanes with the same expert: rank of a pair in its
 //                 warp, counts per warp and expert ──prefix over warps──► rank in the block, histogram of the block
 //                 last block to arrive ──► prefix over blocks, expert offsets, tile table
-//                 further blocks of the launch prepare the tokens for FP8 weights (prepare_tokens.cuh)
+//                 further blocks of the launch prepare the tokens for FP8 or MXFP4 (prepare_tokens.cuh)
 //   second launch (or the only block itself): position = offset[e] + prefix[block][e] + rank
 //                 ──► sorted_token[position] = pair / k, pair_position[pair] = position
 //
@@ -212,7 +212,8 @@ MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
 }
 
 // The first launch: blocks from args.num_blocks on prepare tokens, if there are any.
-MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
+template <bool kMxfp4>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
     count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args, const MOEOPT_GRID_CONSTANT PrepareArgs prepare) {
   MOEOPT_SHARED_BASE(shared);
   griddepcontrol_wait();
@@ -220,7 +221,7 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
   if (block_index() < args.num_blocks) {
     count_pairs(args, shared);
   } else {
-    prepare_tokens(prepare, block_index() - args.num_blocks, grid_blocks() - args.num_blocks);
+    prepare_tokens<kMxfp4>(prepare, block_index() - args.num_blocks, grid_blocks() - args.num_blocks);
   }
 }
 

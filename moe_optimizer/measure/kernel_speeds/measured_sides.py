@@ -22,6 +22,7 @@ def ours_for(layer: MeasuredLayer, tokens: int) -> tuple[str, ...]:
 
         return (kernel.NAME,)
     from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
+    from moe_optimizer.ops.expert_inputs import bits_of
 
     shape = layer.shape
     sizes = MoeSizes(
@@ -30,7 +31,7 @@ def ours_for(layer: MeasuredLayer, tokens: int) -> tuple[str, ...]:
         num_experts=shape.num_experts,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        weight_bytes=layer.w13.element_size(),
+        weight_bits=bits_of(layer.w13),
     )
     return tuple(str(variant) for variant in candidate_variants(sizes))
 

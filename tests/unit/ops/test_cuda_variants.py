@@ -9,16 +9,16 @@ pytest.importorskip("torch")
 from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations, variant_named
 
 
-def sizes(tokens: int, weight_bytes: int) -> MoeSizes:
+def sizes(tokens: int, weight_bits: int) -> MoeSizes:
     return MoeSizes(
-        num_tokens=tokens, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=weight_bytes
+        num_tokens=tokens, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=weight_bits
     )
 
 
-@pytest.mark.parametrize("weight_bytes", [1, 2])
+@pytest.mark.parametrize("weight_bits", [4, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 500, 8192])
-def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bytes: int) -> None:
-    variants = candidate_variants(sizes(tokens, weight_bytes))
+def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bits: int) -> None:
+    variants = candidate_variants(sizes(tokens, weight_bits))
     assert variants
     assert [variant_named(str(variant)) for variant in variants] == list(variants)
     assert len({str(variant) for variant in variants}) == len(variants)
@@ -26,8 +26,9 @@ def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, we
 
 def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8() -> None:
     for tokens in (1, 64, 512, 8192):
-        assert not any(rounds_activations(str(each)) for each in candidate_variants(sizes(tokens, 2)))
-    names = [str(each) for each in candidate_variants(sizes(512, 1))]
+        for bits in (4, 16):
+            assert not any(rounds_activations(str(each)) for each in candidate_variants(sizes(tokens, bits)))
+    names = [str(each) for each in candidate_variants(sizes(512, 8))]
     assert {name for name in names if rounds_activations(name)} == {
         name for name in names if name.startswith("grouped-fp8-")
     }

@@ -13,6 +13,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank
 from moe_optimizer.ops.cuda_variants import DirectVariant, GemmMode, GroupedVariant, MoeSizes, choose_variant
+from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from tests.kernel_emulator import Emulator, make_case
 from tests.ops.moe_cases import make_case as ops_case
@@ -28,21 +29,23 @@ def why_not(problem: CudaProblem) -> str | None:
     return cuda_dispatch.why_not(problem, choose_variant(problem.sizes))
 
 
-SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
+SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=16)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weight_bytes", "expected"),
+    ("tokens", "weight_bits", "expected"),
     [
-        (1, 2, DirectVariant()),
-        (64, 1, DirectVariant()),
-        (65, 2, GroupedVariant(GemmMode.BF16)),
-        (65, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
-        (8192, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (1, 16, DirectVariant()),
+        (64, 8, DirectVariant()),
+        (65, 16, GroupedVariant(GemmMode.BF16)),
+        (65, 8, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (8192, 8, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (64, 4, DirectVariant()),
+        (65, 4, GroupedVariant(GemmMode.MXFP4_WEIGHTS)),
     ],
 )
-def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bytes, expected):
-    assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bytes=weight_bytes)) == expected
+def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bits, expected):
+    assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bits=weight_bits)) == expected
 
 
 def test_more_pairs_than_the_tables_of_the_direct_kernels_hold_go_to_the_grouped_kernels():
@@ -104,6 +107,34 @@ def test_the_kernels_write_where_they_may_and_the_result_is_in_the_output(monkey
     assert cuda_dispatch.run_fused_experts(replace(case, x=memory).inputs(), out) is None
     assert (written[0].data_ptr() == out.data_ptr()) is in_place
     assert (out == 7).all()
+
+
+# Until they have run on a GPU, kernels for MXFP4 are taken where a table measured them, or by name.
+@pytest.mark.parametrize("measured", [None, DirectVariant(), GroupedVariant(GemmMode.MXFP4_WEIGHTS, 16)], ids=str)
+def test_kernels_for_mxfp4_are_not_picked_by_arithmetic(monkeypatch, measured):
+    ran = []
+    monkeypatch.setattr(cuda_dispatch, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(cuda_dispatch, "measured_variant", lambda problem: measured)
+    monkeypatch.setattr(cuda_dispatch, "run", lambda problem, variant: ran.append(variant))
+    p = make_case(3, 2, 4, 64, 32, mxfp4=True).problem
+    assert p.topk_weights is not None
+    assert p.topk_ids is not None
+    inputs = Inputs(
+        p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, None, p.w13_scale, p.w2_scale, None, None, "silu"
+    )  # fmt: skip
+    reason = cuda_dispatch.run_fused_experts(inputs, torch.empty_like(p.x))
+    if measured is None:
+        assert re.search("MXFP4.*not run on a GPU", reason or "")
+    assert ran == ([] if measured is None else [measured])
+    assert cuda_dispatch.why_not(p, GroupedVariant(GemmMode.MXFP4_WEIGHTS)) is None
+
+
+def test_mxfp4_and_other_weights_do_not_take_each_others_kernels():
+    packed, plain = make_case(3, 2, 4, 64, 32, mxfp4=True).problem, make_case(3, 2, 4, 64, 32).problem
+    for mode in (GemmMode.BF16, GemmMode.FP8_WEIGHTS, GemmMode.FP8):
+        assert re.search("bits per weight: got 4, expected", cuda_dispatch.why_not(packed, GroupedVariant(mode)) or "")
+    refused = cuda_dispatch.why_not(plain, GroupedVariant(GemmMode.MXFP4_WEIGHTS))
+    assert re.search("bits per weight: got 16, expected 4", refused or "")
 
 
 # A grid of no blocks is an error of CUDA's, without a word of what is wrong.

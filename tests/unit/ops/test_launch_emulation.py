@@ -8,13 +8,16 @@ emulation says, races inside a warp's memory accesses, and speed.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_variants import PAIRED_TILES, TILE_TOKENS, DirectVariant, GemmMode
-from tests.kernel_emulator import Emulator, assert_close, make_case, with_poisoned_output
+from moe_optimizer.ops.mxfp4 import E2M1_VALUES
+from tests.kernel_emulator import Case, Emulator, assert_close, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
 FP8_TOKENS_BOUND = 0.06
@@ -97,6 +100,109 @@ def test_grouped_bf16_matches_the_reference(emulator: Emulator, tile):
 def test_grouped_fp8_weights_match_the_reference(emulator: Emulator, tile, fp8):
     case = make_case(24, 2, 3, 208, 144, fp8=fp8)
     assert_close(case, emulator.grouped(case.problem, GemmMode.FP8_WEIGHTS, tile_tokens=tile))
+
+
+# Sizes: one group along K; parts of 128 and of 256; exponents of a row that start at any of four bytes (33 groups).
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 288, 96), (40, 160, 128), (2, 1056, 544)], ids=str
+)
+def test_direct_mxfp4_matches_the_reference_whoever_runs_first(emulator: Emulator, tokens, hidden, width):
+    case = make_case(tokens, 2, 4, hidden, width, mxfp4=True)
+    one = emulator.direct(case.problem, blocks=1).clone()
+    assert_close(case, one)
+    assert torch.equal(one, emulator.direct(with_poisoned_output(case), seed=7))
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(32, 32), (288, 160), (512, 96), (96, 1056)], ids=str)
+@pytest.mark.parametrize("tile", [16, 64])
+def test_grouped_mxfp4_weights_match_the_reference(emulator: Emulator, tile, hidden, width):
+    case = make_case(24, 2, 3, hidden, width, mxfp4=True)
+    assert_close(case, emulator.grouped(case.problem, GemmMode.MXFP4_WEIGHTS, tile_tokens=tile))
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 96, 97, 112, 113, 128])
+def test_grouped_mxfp4_tiles_of_any_fill_match_the_reference(emulator: Emulator, count):
+    # Each of the widths that a tile can be multiplied in.
+    case = make_case(count, 1, 1, 96, 64, mxfp4=True)
+    assert_close(case, emulator.grouped(case.problem, GemmMode.MXFP4_WEIGHTS, tile_tokens=128, blocks=1))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_grouped_mxfp4_with_the_smallest_ring_ends(emulator: Emulator, stages):
+    case = make_case(20, 2, 3, 544, 288, mxfp4=True)
+    full = emulator.grouped(case.problem, GemmMode.MXFP4_WEIGHTS, tile_tokens=16).clone()
+    small = emulator.grouped(
+        with_poisoned_output(case), GemmMode.MXFP4_WEIGHTS, tile_tokens=16, num_stages=stages, seed=stages
+    )
+    assert torch.equal(full, small)
+
+
+def _both_mxfp4(emulator: Emulator, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of the direct and of the grouped kernels."""
+    direct = emulator.direct(with_poisoned_output(case)).clone()
+    return direct, emulator.grouped(with_poisoned_output(case), GemmMode.MXFP4_WEIGHTS, tile_tokens=16)
+
+
+def test_mxfp4_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
+    ids = torch.randint(-1, 6, (20, 2), generator=torch.Generator().manual_seed(3))
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
+    case = make_case(
+        20, 2, 4, 96, 160, mxfp4=True, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True,
+        int64_ids=True,
+    )  # fmt: skip
+    for out in _both_mxfp4(emulator, case):
+        assert_close(case, out)
+
+
+@pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567])
+def test_every_code_of_mxfp4_becomes_its_value_at_every_scale(emulator: Emulator, codes):
+    signed = [sign * value for sign in (1, -1) for value in E2M1_VALUES]
+    for exponent in range(256):
+        want = [signed[codes >> 4 * i & 15] * 2.0 ** (exponent - 127) for i in range(8)]
+        got = emulator.module.mxfp4_values(codes, exponent)
+        if exponent > 160:  # more than BF16 holds, or not a number
+            assert not any(map(math.isfinite, got))
+        elif exponent >= 27:
+            assert got == want
+        else:  # less than BF16 holds: at most half of its least number is lost
+            assert all(abs(a - b) <= 2.0**-102 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("exponent", [40, 94, 127, 160])
+def test_every_code_of_mxfp4_is_exact_at_scales_large_and_small(emulator: Emulator, exponent):
+    # Token k is the unit vector k; gate 24 (silu is the identity there), up row r the code r % 16, down the identity:
+    # out[k, r] = 24 x up row r, and 24 = 3 x 2^3 leaves any code exact in BF16.
+    size = 32
+    case = make_case(size, 1, 1, size, size, mxfp4=True)
+    p = case.problem
+    p.x.copy_(torch.eye(size))
+    codes, rows = torch.arange(2 * size) % 16, torch.arange(size)
+    codes[:size] = 5
+    p.w13.copy_((codes | codes << 4).to(torch.uint8).view(1, -1, 1).expand_as(p.w13))
+    p.w2.zero_()
+    p.w2[0, rows, rows // 2] = torch.where(rows % 2 == 0, 0x02, 0x20).to(torch.uint8)
+    assert p.w13_scale is not None
+    assert p.w2_scale is not None
+    assert p.topk_weights is not None
+    p.w13_scale[:, :size] = 130
+    p.w13_scale[:, size:] = exponent
+    p.w2_scale.fill_(127)
+    p.topk_weights.fill_(1)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2) * torch.tensor([1.0, -1.0]).repeat_interleave(8)
+    want = 24 * torch.ldexp(values[codes[size:]], torch.tensor(exponent - 127)).expand(size, size)
+    for out in _both_mxfp4(emulator, case):
+        assert torch.equal(out.float(), want)
+
+
+@pytest.mark.parametrize("exponent", [161, 254, 255])
+def test_scales_beyond_bf16_and_no_number_show_in_their_row_alone(emulator: Emulator, exponent):
+    # Three groups along K of w2: the row before is read with the exponents that follow it.
+    case = make_case(3, 2, 2, 64, 96, mxfp4=True)
+    assert case.problem.w2_scale is not None
+    case.problem.w2_scale[:, 1::2] = exponent
+    for out in _both_mxfp4(emulator, case):
+        assert not out[:, 1::2].isfinite().any()
+        assert out[:, ::2].isfinite().all()
 
 
 @pytest.mark.parametrize("fp8", ["block", "channel"])
@@ -264,17 +370,20 @@ def test_nan_in_the_weights_reaches_the_output(emulator: Emulator):
     experts=st.integers(1, 6),
     hidden=st.integers(1, 12).map(lambda n: 16 * n),
     width=st.integers(1, 12).map(lambda n: 16 * n),
-    fp8=st.sampled_from([None, "block", "channel"]),
+    weights=st.sampled_from([None, "block", "channel", "mxfp4"]),
     seed=st.integers(1, 10**6),
     data=st.data(),
 )
 def test_any_covered_shape_and_routing_matches_the_reference(
-    emulator: Emulator, tokens, experts, hidden, width, fp8, seed, data
+    emulator: Emulator, tokens, experts, hidden, width, weights, seed, data
 ):
+    mxfp4, fp8 = weights == "mxfp4", None if weights == "mxfp4" else weights
+    if mxfp4:
+        hidden, width = 2 * hidden, 2 * width
     top_k = data.draw(st.integers(1, 3))
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
-    case = make_case(tokens, top_k, experts, hidden, width, fp8=fp8, ids=ids, seed=seed)
+    case = make_case(tokens, top_k, experts, hidden, width, fp8=fp8, mxfp4=mxfp4, ids=ids, seed=seed)
     assert_close(case, emulator.direct(case.problem, blocks=data.draw(st.integers(1, 3)), seed=seed))
-    mode = GemmMode.BF16 if fp8 is None else GemmMode.FP8_WEIGHTS
+    mode = GemmMode.MXFP4_WEIGHTS if mxfp4 else GemmMode.BF16 if fp8 is None else GemmMode.FP8_WEIGHTS
     problem = with_poisoned_output(case)
     assert_close(case, emulator.grouped(problem, mode, blocks=data.draw(st.integers(1, 3)), seed=seed))

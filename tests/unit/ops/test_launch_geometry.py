@@ -14,6 +14,7 @@ from moe_optimizer.costs.memory import GIB, MemoryRequest, activation_bytes
 from moe_optimizer.ops.cuda_variants import (
     DIRECT_PAIRS,
     DIRECT_TOKENS,
+    MODES_OF_WEIGHT_BITS,
     PAIRED_TILES,
     TILE_TOKENS,
     DirectVariant,
@@ -29,9 +30,11 @@ from tests.kernel_emulator import Emulator
 SHARED_BYTES = 227 * 1024
 """What a block may have."""
 
-QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
-MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bytes=2)
-DEEPSEEK = MoeSizes(num_tokens=16, top_k=8, num_experts=256, hidden_size=7168, intermediate_size=2048, weight_bytes=1)
+WEIGHT_BITS = {mode: bits for bits, modes in MODES_OF_WEIGHT_BITS.items() for mode in modes}
+
+QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=16)
+MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bits=16)
+DEEPSEEK = MoeSizes(num_tokens=16, top_k=8, num_experts=256, hidden_size=7168, intermediate_size=2048, weight_bits=8)
 
 sizes_strategy = st.builds(
     MoeSizes,
@@ -40,7 +43,15 @@ sizes_strategy = st.builds(
     num_experts=st.integers(1, 1024),
     hidden_size=st.integers(1, 512).map(lambda n: 16 * n),
     intermediate_size=st.integers(1, 512).map(lambda n: 16 * n),
-    weight_bytes=st.sampled_from([1, 2]),
+    weight_bits=st.sampled_from([8, 16]),
+) | st.builds(
+    MoeSizes,
+    num_tokens=st.integers(1, 16),
+    top_k=st.integers(1, 32),
+    num_experts=st.integers(1, 1024),
+    hidden_size=st.integers(1, 256).map(lambda n: 32 * n),
+    intermediate_size=st.integers(1, 256).map(lambda n: 32 * n),
+    weight_bits=st.just(4),
 )
 
 any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,11 +60,15 @@ any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
 def problem_of(sizes: MoeSizes, router: Router | None = None) -> CudaProblem:
     """A call of these sizes without memory."""
     t, k, e, h, i = sizes.num_tokens, sizes.top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    weight = torch.bfloat16 if sizes.weight_bytes == 2 else torch.float8_e4m3fn
+    weight = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.uint8}[sizes.weight_bits]
+    packed = sizes.weight_bits == 4
+    stored = 2 if packed else 1  # weights in an element
     return CudaProblem(
         x=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
-        w13=torch.empty(e, 2 * i, h, dtype=weight, device="meta"),
-        w2=torch.empty(e, h, i, dtype=weight, device="meta"),
+        w13=torch.empty(e, 2 * i, h // stored, dtype=weight, device="meta"),
+        w2=torch.empty(e, h, i // stored, dtype=weight, device="meta"),
+        w13_scale=torch.empty(e, 2 * i, h // 32, dtype=weight, device="meta") if packed else None,
+        w2_scale=torch.empty(e, h, i // 32, dtype=weight, device="meta") if packed else None,
         out=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
         topk_ids=torch.empty(t, k, dtype=torch.int32, device="meta"),
         router=router,
@@ -84,9 +99,9 @@ def test_a_direct_launch_fits_the_chip_for_every_covered_size(emulator: Emulator
     assert launch["down_grid"] == min(132, sizes.hidden_size // 16)
 
 
-@pytest.mark.parametrize(("weight_bytes", "blocks", "rows"), [(2, 4, 8), (1, 2, 16)])
-def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together(emulator: Emulator, weight_bytes, blocks, rows):
-    launch = direct(emulator, replace(QWEN3, weight_bytes=weight_bytes, num_tokens=4))
+@pytest.mark.parametrize(("weight_bits", "blocks", "rows"), [(16, 4, 8), (8, 2, 16), (4, 2, 16)])
+def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together(emulator: Emulator, weight_bits, blocks, rows):
+    launch = direct(emulator, replace(QWEN3, weight_bits=weight_bits, num_tokens=4))
     assert launch["up_grid"] == min(132 * blocks, 4 * 8 * 768 // rows)
     assert blocks * (launch["up_shared_bytes"] + 1024) <= 228 * 1024
 
@@ -99,7 +114,7 @@ def test_the_first_direct_launch_takes_wide_steps_where_few_tiles_divide_better_
     assert direct(emulator, QWEN3)["up_grid"] == 132 * 2
     assert not wide(replace(QWEN3, num_tokens=2))  # 1536: 5.8 rounds and 2.9
     assert not wide(replace(QWEN3, top_k=2, intermediate_size=3584))  # 896: 3.4 and 1.7, as full as each other
-    assert not wide(replace(QWEN3, weight_bytes=1))
+    assert not wide(replace(QWEN3, weight_bits=8))
 
 
 def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number(emulator: Emulator):
@@ -114,12 +129,18 @@ def test_sizes_that_are_no_multiple_of_16_are_refused(emulator: Emulator):
         direct(emulator, replace(QWEN3, intermediate_size=770))
 
 
+def test_mxfp4_sizes_that_are_no_multiple_of_its_groups_are_refused(emulator: Emulator):
+    with pytest.raises(ValueError, match=r"I:.*752,.* 32"):
+        direct(emulator, replace(QWEN3, weight_bits=4, intermediate_size=752))
+
+
 @pytest.mark.parametrize("mode", list(GemmMode))
 @pytest.mark.parametrize("sizes", [QWEN3, MIXTRAL, DEEPSEEK], ids=["qwen3", "mixtral", "deepseek"])
 def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
-    sizes = replace(sizes, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    sizes = replace(sizes, weight_bits=WEIGHT_BITS[mode])
     for tile in TILE_TOKENS[mode]:
-        launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (2, 3))
+        fewest = 1 if mode == GemmMode.MXFP4_WEIGHTS else 2  # of its widest tile, two stages fit
+        launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (fewest, fewest + 1))
         assert grouped(emulator, sizes, mode, tile)["shared_bytes"] <= SHARED_BYTES
         stage_bytes = longer["shared_bytes"] - launch["shared_bytes"] - 16  # a stage has two barriers
         assert stage_bytes % 1024 == 0  # the swizzle's period
@@ -127,7 +148,7 @@ def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
 def test_a_pair_takes_an_even_grid_and_the_shared_memory_of_single_blocks(emulator: Emulator, mode):
-    sizes = replace(QWEN3, num_tokens=4096, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    sizes = replace(QWEN3, num_tokens=4096, weight_bits=WEIGHT_BITS[mode])
     for tile in PAIRED_TILES[mode]:
         single, pair = (grouped(emulator, sizes, mode, tile, paired=paired, blocks=133) for paired in (False, True))
         assert (single["grid"], pair["grid"]) == (133, 132)
@@ -141,7 +162,7 @@ def test_a_pair_on_one_multiprocessor_is_refused(emulator: Emulator):
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
 def test_a_ring_that_could_deadlock_is_refused(emulator: Emulator, mode):
-    sizes = replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    sizes = replace(QWEN3, weight_bits=WEIGHT_BITS[mode])
     with pytest.raises(ValueError, match=r"ring stages:.*1,.* 2"):
         grouped(emulator, sizes, mode, 32, 1)
 
@@ -160,11 +181,11 @@ def test_a_ring_larger_than_shared_memory_is_refused_with_its_bytes(emulator: Em
 def test_a_tile_whose_sums_exceed_the_registers_is_refused(emulator: Emulator):
     assert 128 not in TILE_TOKENS[GemmMode.FP8_WEIGHTS]
     with pytest.raises(ValueError, match=r"token tile:.*128,.*mode 1"):
-        grouped(emulator, replace(QWEN3, weight_bytes=1), GemmMode.FP8_WEIGHTS, 128)
+        grouped(emulator, replace(QWEN3, weight_bits=8), GemmMode.FP8_WEIGHTS, 128)
 
 
 def test_weights_of_the_wrong_width_are_refused(emulator: Emulator):
-    with pytest.raises(ValueError, match=r"bytes per weight:.*2,.* 1"):
+    with pytest.raises(ValueError, match=r"bits per weight:.*16,.* 8"):
         grouped(emulator, QWEN3, GemmMode.FP8)
 
 
@@ -172,7 +193,7 @@ def test_weights_of_the_wrong_width_are_refused(emulator: Emulator):
 @given(st.integers(1, 8192), st.integers(1, 32), st.integers(1, 1024))
 def test_the_tile_table_has_room_for_any_routing(emulator: Emulator, tokens, top_k, experts):
     sizes = MoeSizes(
-        num_tokens=tokens, top_k=top_k, num_experts=experts, hidden_size=64, intermediate_size=64, weight_bytes=2
+        num_tokens=tokens, top_k=top_k, num_experts=experts, hidden_size=64, intermediate_size=64, weight_bits=16
     )
     # The most tiles: as many experts as possible with one pair each, the rest of the pairs in full tiles.
     started = min(experts, sizes.num_pairs)
@@ -198,7 +219,7 @@ def test_a_block_routes_1024_pairs(emulator: Emulator):
 
 def test_only_fp8_activations_take_room_for_quantised_tokens(emulator: Emulator):
     def parts(mode: GemmMode) -> dict[str, int]:
-        problem = problem_of(replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1))
+        problem = problem_of(replace(QWEN3, weight_bits=WEIGHT_BITS[mode]))
         return emulator.layout(problem, GroupedVariant(mode), 132, buffer=256)["workspace"]
 
     assert parts(GemmMode.BF16)["h_quantized"] == 0 < parts(GemmMode.BF16)["h"]
@@ -217,7 +238,7 @@ def test_only_logits_take_room_for_ids_and_weights(emulator: Emulator):
 @pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(1, 128), top_k=8)], ids=["ids", "logits"])
 @pytest.mark.parametrize("mode", list(GemmMode))
 def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router):
-    sizes = replace(QWEN3, num_tokens=5, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    sizes = replace(QWEN3, num_tokens=5, weight_bits=WEIGHT_BITS[mode])
     layout = emulator.layout(problem_of(sizes, router), GroupedVariant(mode), 132, buffer=4096)
     starts = sorted(address for address in layout["workspace"].values() if address)
     assert all(address % 256 == 0 for address in starts)
@@ -228,7 +249,7 @@ def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router)
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8_WEIGHTS])
 def test_the_memory_plan_counts_the_buffers_of_one_forward(emulator: Emulator, mode: GemmMode):
-    sizes = replace(QWEN3, num_tokens=8192, weight_bytes=2 if mode is GemmMode.BF16 else 1)
+    sizes = replace(QWEN3, num_tokens=8192, weight_bits=WEIGHT_BITS[mode])
     laid_out = emulator.layout(problem_of(sizes), GroupedVariant(mode), 132)["bytes"]
     request = MemoryRequest(
         model=qwen3_30b_a3b(), device_bytes=80 * GIB, num_devices=1, gpu_memory_utilization=0.9,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +45,47 @@ def test_names_labels_and_lines_do_not_count() -> None:
 )
 def test_every_instruction_counts(changed: str) -> None:
     assert compare_kernels.digests(KERNEL) != compare_kernels.digests(changed)
+
+
+FIELDS = """
+.visible .entry _ZN6moeopt11load_kernelE4Args(
+\t.param .align 8 .b8 _ZN6moeopt11load_kernelE4Args_param_0[64]
+)
+{
+\tmov.b64 \t%rd9, _ZN6moeopt11load_kernelE4Args_param_0;
+\tadd.s64 \t%rd1, %rd9, 40;
+\tld.param.u64 \t%rd2, [%rd1+-8];
+\tld.param.v2.u32 \t{%r1, %r2}, [_ZN6moeopt11load_kernelE4Args_param_0+16];
+\tld.param.u64 \t%rd3, [%rd1+-8];
+\tadd.s64 \t%rd4, %rd2, 40;
+}
+"""
+
+
+def test_a_field_that_moves_the_others_does_not_count() -> None:
+    moved = FIELDS.replace("[64]", "[80]").replace("%rd9, 40", "%rd9, 56").replace("+16]", "+32]").replace("-8", "-16")
+    assert compare_kernels.digests(FIELDS) == compare_kernels.digests(moved)
+    other_field = FIELDS.replace("%rd3, [%rd1+-8]", "%rd3, [%rd1+8]")
+    assert compare_kernels.digests(FIELDS) != compare_kernels.digests(other_field)
+    other_sum = FIELDS.replace("%rd2, 40", "%rd2, 56")
+    assert compare_kernels.digests(FIELDS) != compare_kernels.digests(other_sum)
+
+
+@pytest.mark.parametrize(("of_commit", "status"), [("ab", 0), ("a", 0), ("abb", 1), ("abc", 1)])
+def test_the_tree_may_have_more_kernels_but_none_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_commit: str, status: int
+) -> None:
+    sources = SimpleNamespace(device_sources=lambda _, folder: f"hash of {folder.name}", nvcc_version=lambda: "13.0")
+    monkeypatch.setattr(compare_kernels, "build_info", lambda: sources)
+    monkeypatch.setattr(compare_kernels, "extracted", lambda commit, folder: folder / commit)
+    monkeypatch.setattr(compare_kernels, "kernels_of", lambda csrc: Counter("ab" if csrc.name == "csrc" else of_commit))
+    monkeypatch.setattr(compare_kernels, "RECORDS", tmp_path)
+    monkeypatch.setattr(compare_kernels, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "abc123"])
+    assert compare_kernels.main() == status
+    written = [json.loads(path.read_text())["trees"] for path in tmp_path.glob("*_same_kernels.json")]
+    trees = [{"commit": None, "cuda_sources": "hash of csrc"}, {"commit": "abc123", "cuda_sources": "hash of abc123"}]
+    assert written == ([] if status else [trees])
 
 
 def test_every_kernel_of_a_file_has_a_digest_of_its_own() -> None:

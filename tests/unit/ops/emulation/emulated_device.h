@@ -79,6 +79,10 @@ inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
   const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
   return low | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
 }
+inline uint32_t min_u16x2(uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffffu) < (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
+  return low | ((a >> 16) < (b >> 16) ? a >> 16 : b >> 16) << 16;
+}
 inline int popc(uint32_t bits) { return __builtin_popcount(bits); }
 
 inline uint32_t bf16_bits(float value) {
@@ -88,6 +92,11 @@ inline uint32_t bf16_bits(float value) {
 }
 inline float from_bf16_bits(uint32_t bits) { return float_from_bits(bits << 16); }
 inline uint32_t cvt_bf16x2_f32(float first, float second) { return bf16_bits(first) | (bf16_bits(second) << 16); }
+
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  return cvt_bf16x2_f32(from_bf16_bits(a & 0xffffu) * from_bf16_bits(b & 0xffffu),
+                        from_bf16_bits(a >> 16) * from_bf16_bits(b >> 16));
+}
 
 inline float decode_e4m3(uint32_t bits) {
   const uint32_t exponent = (bits >> 3) & 15u, mantissa = bits & 7u;
@@ -128,6 +137,7 @@ inline Vec4 ld_global_nc_v4(const void* pointer) {
 }
 inline Vec4 ld_global_nc_no_allocate_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
 inline float ld_global_nc(const float* pointer) { return *pointer; }
+inline uint32_t ld_global_nc(const uint8_t* pointer) { return *pointer; }
 inline Vec4 ld_global_cg_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
 inline float ld_global_cg(const float* pointer) { return *pointer; }
 inline int ld_global_cg(const int* pointer) { return *pointer; }
@@ -379,7 +389,12 @@ inline void cp_async_16(void* shared, const void* global, bool valid) {
   }
   fiber().open_copies.push_back({shared, global, 16, valid});
 }
-inline void cp_async_4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
+inline void cp_async_4(void* shared, const void* global, bool valid = true) {
+  if (smem_address(shared) % 4 || reinterpret_cast<uintptr_t>(global) % 4) {
+    ::emulation::fail("cp.async: misaligned address");
+  }
+  fiber().open_copies.push_back({shared, global, 4, valid});
+}
 inline void cp_async_mbarrier_arrive(uint64_t* barrier) {
   ::emulation::Block* owner = &block();
   const uint32_t offset = shared_offset(barrier);

@@ -19,20 +19,20 @@ void check(const std::string& failure) {
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
-template <int kWeightBytes>
+template <int kWeightBits>
 void run_direct(const DirectArgs& args, const DirectLaunch& launch, uint64_t seed) {
   check(emulation::launch(launch.up_grid, kDirectUpWarps * 32, static_cast<size_t>(launch.up_shared_bytes), seed, [&] {
-    if constexpr (kWeightBytes == 2) {
-      if (launch.up_wide) return direct_up_kernel<kWeightBytes, kDirectWide>(args);
+    if constexpr (kWeightBits == 16) {
+      if (launch.up_wide) return direct_up_kernel<kWeightBits, kDirectWide>(args);
     }
-    direct_up_kernel<kWeightBytes, kDirectNarrow>(args);
+    direct_up_kernel<kWeightBits, kDirectNarrow>(args);
   }));
   check(emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
                           [&] {
                             if (launch.down_grid == args.moe.hidden_size / kDirectRows) {
-                              direct_down_kernel<kWeightBytes, true>(args);
+                              direct_down_kernel<kWeightBits, true>(args);
                             } else {
-                              direct_down_kernel<kWeightBytes, false>(args);
+                              direct_down_kernel<kWeightBits, false>(args);
                             }
                           }));
 }
@@ -74,8 +74,11 @@ void run_routing(const Problem& problem, const GroupedWorkspace& workspace, cons
                  uint64_t seed) {
   const RouteArgs args = route_arguments(problem, workspace, launch);
   check(emulation::launch(launch.route_blocks + launch.prepare_blocks, kRouteThreads,
-                          static_cast<size_t>(launch.route_shared_bytes), seed,
-                          [&] { count_pairs_kernel(args, prepare_arguments(problem, workspace, launch.mode)); }));
+                          static_cast<size_t>(launch.route_shared_bytes), seed, [&] {
+                            const auto kernel = launch.mode == GemmMode::kMxfp4Weights ? count_pairs_kernel<true>
+                                                                                       : count_pairs_kernel<false>;
+                            kernel(args, prepare_arguments(problem, workspace, launch.mode));
+                          }));
   if (launch.route_blocks == 1) return;
   check(emulation::launch(launch.route_blocks, kRouteThreads, 0, seed, [&] { place_pairs_kernel(args); }));
 }
@@ -95,7 +98,8 @@ void run_experts(const Problem& given, const DirectWorkspace& workspace, const D
                  bool /*routing_only*/) {
   const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
   const DirectArgs args = {problem.moe, workspace.h};
-  (problem.moe.weight_dtype == DType::kFloat8E4M3 ? run_direct<1> : run_direct<2>)(args, launch, seed);
+  const int bits = weight_bits(problem.moe);
+  (bits == 4 ? run_direct<4> : bits == 8 ? run_direct<8> : run_direct<16>)(args, launch, seed);
 }
 
 void run_experts(const Problem& given, const GroupedWorkspace& workspace, const GroupedLaunch& launch, uint64_t seed,
@@ -103,9 +107,10 @@ void run_experts(const Problem& given, const GroupedWorkspace& workspace, const 
   const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
   run_routing(problem, workspace, launch, seed);
   if (routing_only) return;
-  const auto run = launch.mode == GemmMode::kBf16  ? run_gemms<GemmMode::kBf16>
-                   : launch.mode == GemmMode::kFp8 ? run_gemms<GemmMode::kFp8>
-                                                   : run_gemms<GemmMode::kFp8Weights>;
+  const auto run = launch.mode == GemmMode::kBf16         ? run_gemms<GemmMode::kBf16>
+                   : launch.mode == GemmMode::kFp8        ? run_gemms<GemmMode::kFp8>
+                   : launch.mode == GemmMode::kFp8Weights ? run_gemms<GemmMode::kFp8Weights>
+                                                          : run_gemms<GemmMode::kMxfp4Weights>;
   run(problem, workspace, launch, seed);
   const CombineArgs combine = combine_arguments(problem, workspace);
   const FusedExpertsArgs& moe = problem.moe;
@@ -139,6 +144,15 @@ void emulate_router(const py::dict& experts, const py::object& router, uintptr_t
              seed);
 }
 
+// The values of 8 codes with the exponent of their group, as the kernels multiply and rescale them.
+std::vector<double> mxfp4_values(uint32_t codes, uint32_t exponent) {
+  uint32_t words[4];
+  bf16_of_e2m1(codes, mxfp4_factor_of_byte(exponent), words);
+  std::vector<double> values;
+  for (int i = 0; i < 8; ++i) values.push_back(static_cast<double>(half_of(words[i % 4], i / 4)) * kMxfp4Rescale);
+  return values;
+}
+
 template <int... kTokens>
 std::vector<int> tile_list(std::integer_sequence<int, kTokens...>) {
   return {kTokens...};
@@ -152,8 +166,9 @@ PYBIND11_MODULE(emulated_kernels, module) {
              py::arg("multiprocessors"), py::arg("buffer"), py::arg("counters"), py::arg("seed"),
              py::arg("routing_only") = false);
   module.def("router", &emulate_router);
+  module.def("mxfp4_values", &mxfp4_values);
   module.attr("direct_limits") = std::pair<int, int>{kDirectTokens, kDirectPairs};
-  module.attr("tiles") = std::vector<std::vector<int>>{tile_list(CompiledTiles<GemmMode::kBf16>()),
-                                                       tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
-                                                       tile_list(CompiledTiles<GemmMode::kFp8>())};
+  module.attr("tiles") = std::vector<std::vector<int>>{
+      tile_list(CompiledTiles<GemmMode::kBf16>()), tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
+      tile_list(CompiledTiles<GemmMode::kFp8>()), tile_list(CompiledTiles<GemmMode::kMxfp4Weights>())};
 }
