@@ -13,6 +13,7 @@ from moe_optimizer.plan_context.expert_kernel import why_converted_already, why_
 from moe_optimizer.specs.expert_formats import MXFP4_BITS, MXFP4_GROUP
 from moe_optimizer.specs.quantity import bytes_in_words
 
+_RECORD = "benchmarks/records/2026-11-23_epyc_four_bit.json"
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
@@ -77,6 +78,7 @@ class FourBit(OptimizationPass):
             f"four bits a weight and a power of two per {MXFP4_GROUP}, converted layer by layer while loading"
             f"{_found_while_loading(ctx, section.max_layer_error, bits)}; the output changes, and {UNJUDGED}",
             Applier.PLUGIN,
+            evidence=(_RECORD,),
             gain=self.gain(ctx),
             params=FourBitParams(
                 weight_format=section.format,
