@@ -1,11 +1,13 @@
 """Compares the CUDA kernels of commits by their PTX, and records which sources compile to the same kernels.
 
-    python scripts/compare_kernels.py COMMIT [COMMIT...]
+    python scripts/compare_kernels.py COMMIT [COMMIT...] [--cuobjdump FILE]
 
 Each commit is compared with the working tree, which must have all its kernels and may have more. Measured tables are
 filed under the hash of the sources. A comment, a name or a further kernel changes that hash but not the kernels that
 were measured, so write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names,
-labels and where in its struct a parameter lies do not count; every instruction and its order does.
+labels and where in its struct a parameter lies do not count; every instruction and its order does. nvcc may order what
+it takes out of a loop by where parameters lie: with cuobjdump of the CUDA toolkit the machine code is compared instead,
+where names of registers do not count either.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ _PARAMETER = re.compile(r"^(\s*ld\.param\S*\s.*)\[([^\]]+)\]", re.MULTILINE)
 _PARAMETER_BYTES = re.compile(r"(\.param .*_param_\d+)\[\d+\]")
 _OFFSET = re.compile(r"(add\.s64\s+(%rd\d+), %rd\d+, )-?\d+;")
 _LABEL = re.compile(r"\$L__BB\d+_")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", re.MULTILINE)
+_CONSTANT = re.compile(r"c\[0x0\]\s*\[0x[0-9a-f]+\]")
+_REGISTER = re.compile(r"\b(UR|UP|R|P|B|SB)\d+\b")
 _DIRECTIVE = re.compile(r"^\s*(?:\.(?:loc|file|section|version|target)\b.*|//.*|)$")
 
 
@@ -42,13 +47,14 @@ def main() -> int:
     """Write the record; 1 where a kernel differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commits", metavar="COMMIT", nargs="+")
+    parser.add_argument("--cuobjdump", type=Path, help="compare the machine code")
     options = parser.parse_args()
-    here = kernels_of(ROOT / "csrc")
+    here = kernels_of(ROOT / "csrc", options.cuobjdump)
     trees = [{"commit": None, "cuda_sources": build_info().device_sources("cuda", ROOT / "csrc")}]
     for commit in options.commits:
         with tempfile.TemporaryDirectory() as name:
             folder = extracted(commit, Path(name))
-            there = kernels_of(folder)
+            there = kernels_of(folder, options.cuobjdump)
             gone, new = there - here, here - there
             if gone:
                 print(
@@ -57,16 +63,17 @@ def main() -> int:
                 return 1
             trees.append({"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)})
             print(f"{commit}: the same {sum(there.values())} kernels, {sum(new.values())} more in the working tree")
+    code = "PTX" if options.cuobjdump is None else "machine code"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     record = {
-        "what": "sources of the CUDA kernels that compile to the same PTX but for names and places of parameters; the "
-        "first is the tree itself, which may have more kernels",
+        "what": f"sources of the CUDA kernels that compile to the same {code} but for names and places of parameters; "
+        "the first is the tree itself, which may have more kernels",
         "date": date,
         "command": ["python", "scripts/compare_kernels.py", *options.commits],
         **checkout(),
         "environment": {"device": "none: only compiled", "nvcc": build_info().nvcc_version()},
         "trees": trees,
-        "ptx_sha256": sorted(here.elements()),
+        f"{code.replace(' ', '_').lower()}_sha256": sorted(here.elements()),
     }
     path = RECORDS / f"{date}_same_kernels.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -82,27 +89,56 @@ def extracted(commit: str, folder: Path) -> Path:
     return folder / "csrc"
 
 
-def kernels_of(csrc: Path) -> Counter[str]:
-    """Return the digests of all kernels' PTX."""
+def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> Counter[str]:
+    """Return the digests of all kernels' PTX, or of their machine code."""
     found: Counter[str] = Counter()
     for source in sorted((csrc / "launch").glob("*.cu")):
-        found.update(digests(ptx_of(source, csrc)))
+        if cuobjdump is None:
+            found.update(digests(compiled(source, csrc, "-ptx").decode()))
+        else:
+            found.update(machine_digests(disassembled(compiled(source, csrc, "-cubin"), cuobjdump)))
     return found
 
 
-def ptx_of(source: Path, csrc: Path) -> str:
-    """Compile one source to PTX for sm_90a, as csrc/compile_cuda.py does to machine code."""
+def compiled(source: Path, csrc: Path, form: str) -> bytes:
+    """Compile one source for sm_90a, as csrc/compile_cuda.py does; `form` is nvcc's -ptx or -cubin."""
     nvcc = build_info().find_nvcc()
     if nvcc is None:
         raise SystemExit("compare_kernels: nvcc not found; set CUDA_HOME")
     with tempfile.TemporaryDirectory() as name:
-        output = Path(name) / "kernels.ptx"
+        output = Path(name) / "kernels"
         command = [
-            nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", "-ptx", str(source),
+            nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", form, str(source),
             "-o", str(output),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
-        return output.read_text(encoding="utf-8")
+        return output.read_bytes()
+
+
+def disassembled(cubin: bytes, cuobjdump: Path) -> str:
+    """Return the listing of a cubin's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([cuobjdump, "-sass", file.name], check=True, capture_output=True, text=True).stdout
+
+
+def machine_digests(listing: str) -> list[str]:
+    """Return one digest per kernel in a listing of machine code."""
+    kernels = re.split(r"^\s*Function : .*$", listing, flags=re.MULTILINE)[1:]
+    return [hashlib.sha256(plain_machine_code(kernel).encode()).hexdigest() for kernel in kernels]
+
+
+def plain_machine_code(kernel: str) -> str:
+    """Return a kernel's instructions; parameters and registers are named by when they come first."""
+    names: dict[str, str] = {}
+
+    def named(found: re.Match[str]) -> str:
+        kind = found[1] if found.re is _REGISTER else "parameter "
+        return names.setdefault(found[0], f"{kind}{len(names)}")
+
+    lines = _INSTRUCTION.findall(kernel)
+    return "\n".join(_REGISTER.sub(named, _CONSTANT.sub(named, line)) for line in lines)
 
 
 def digests(ptx: str) -> list[str]:

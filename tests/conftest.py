@@ -49,6 +49,7 @@ _ORDER = (
     "test_fp8.py",
     "test_flag_passes.py",
     "test_fp8_memory.py",
+    "test_four_bit.py",
     "test_speculation.py",
     _OTHERS,
     "test_fp8_sensitivity.py",

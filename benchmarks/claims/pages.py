@@ -21,6 +21,7 @@ _DISAGGREGATION = "2026-11-20_epyc_disaggregation"
 _LOAD_CPU, _LOAD_GPU = "2026-11-20_epyc_expert_load", "2026-11-20_h200_expert_load"
 _PLACEMENT = "2026-11-21_epyc_placement"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
+_FOUR_BIT = "2026-11-23_epyc_four_bit"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
 _SPECULATION = "2026-11-23_epyc_speculation"
 _TUNED = "2026-11-20_h200_tuned_configs"
@@ -187,6 +188,13 @@ def _sparsity(record: Any, label: str) -> list[float]:
     return [found["perplexity"], *change, found["expert_bytes"]]
 
 
+def _four_bit(record: Any, label: str) -> list[float]:
+    base, found = record["results"]["bf16"], record["results"][label.lower()]
+    change = [] if found is base else [100 * (found["perplexity"] / base["perplexity"] - 1)]
+    errors = found["output_errors"]
+    return [found["perplexity"], *change, found["expert_bytes"], *([min(errors), max(errors)] if errors else [])]
+
+
 def _rungs(record: Any, label: str) -> list[float]:
     labels = ("naive loop", "KV cache", "batches that wait for their longest", "continuous batching", "chunked prefill",
               "prefix caching", "our expert kernel", "FP8 experts")  # fmt: skip
@@ -253,6 +261,7 @@ CLAIMS = [
     Claim("docs/passes/parallelism.md", "took {11.9} to {23.0} ms per token in slices, {12.3} to {16.5} with EP",
           (_LAYOUTS,), _spread),
     Table("docs/passes/replicas.md", "| | 1 client", "compared with slices", 1, (_LAYOUTS,), _replicas),
+    Table("docs/passes/four_bit.md", "| experts |", "**Evidence.**", 1, (_FOUR_BIT,), _four_bit),
     Table("docs/passes/sparsity_24.md", "| experts |", "**Evidence.**", 1, (_SPARSITY,), _sparsity),
     Claim("docs/passes/tuned_configs.md", "{1.035}x (64 tokens) and {1.044}x (4096 tokens)", (_TUNED,), _kept),
     Claim("docs/passes/tuned_configs.md", "differ by at most {0.6} %", (_TUNED,), _same_row),

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_optimizer.ops import reference
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.fused_experts import run
+from moe_optimizer.ops.mxfp4 import quantize_mxfp4
 
 BLOCK = 128
 FP8_MAX = 448.0
@@ -47,7 +48,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """The layer in BF16 as the checkpoint has it, in E4M3 with block scales, and as vLLM repacks it."""
+    """The layer in BF16 as the checkpoint has it, in E4M3 with block scales, in MXFP4, and as vLLM repacks it."""
 
     w13: Tensor
     w2: Tensor
@@ -55,6 +56,10 @@ class Weights:
     w2_fp8: Tensor
     w13_scale: Tensor
     w2_scale: Tensor
+    w13_mxfp4: Tensor
+    w2_mxfp4: Tensor
+    w13_exponents: Tensor
+    w2_exponents: Tensor
     w13_stock: Tensor
     w2_stock: Tensor
 
@@ -72,7 +77,7 @@ def load_stock(build: str) -> None:
 
 
 def make_weights(shape: Shape, seed: int) -> Weights:
-    """Random weights in all three forms."""
+    """Random weights in all four forms."""
     generator = torch.Generator().manual_seed(seed)
     w13 = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
     w2 = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
@@ -80,7 +85,8 @@ def make_weights(shape: Shape, seed: int) -> Weights:
     w2.normal_(std=shape.intermediate**-0.5, generator=generator)
     fp8 = (*_quantize(w13), *_quantize(w2))
     stock = [_prepacked(weight) for weight in (w13, w2)]
-    return Weights(w13, w2, fp8[0], fp8[2], fp8[1], fp8[3], *stock)
+    mxfp4 = (*quantize_mxfp4(w13), *quantize_mxfp4(w2))
+    return Weights(w13, w2, fp8[0], fp8[2], fp8[1], fp8[3], mxfp4[0], mxfp4[2], mxfp4[1], mxfp4[3], *stock)
 
 
 def _prepacked(weight: Tensor) -> Tensor:
@@ -129,7 +135,7 @@ Side = Callable[[Batch, Tensor], None]
 
 
 def make_sides(weights: Weights, isa: str) -> dict[str, Side]:
-    """VLLM's kernel on its repacked BF16 weights, ours on BF16 and on E4M3 weights."""
+    """VLLM's kernel on its repacked BF16 weights, ours on BF16, E4M3 and MXFP4 weights."""
 
     def stock_bf16(batch: Batch, out: Tensor) -> None:
         torch.ops._C.cpu_fused_moe(
@@ -145,7 +151,12 @@ def make_sides(weights: Weights, isa: str) -> dict[str, Side]:
         rest = (None, weights.w13_scale, weights.w2_scale, None, None, "silu")
         run(Inputs(batch.x, weights.w13_fp8, weights.w2_fp8, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
 
-    return {"stock_bf16": stock_bf16, "ours_bf16": ours_bf16, "ours_fp8": ours_fp8}
+    def ours_mxfp4(batch: Batch, out: Tensor) -> None:
+        rest = (None, weights.w13_exponents, weights.w2_exponents, None, None, "silu")
+        matrices = (weights.w13_mxfp4, weights.w2_mxfp4)
+        run(Inputs(batch.x, *matrices, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
+
+    return {"stock_bf16": stock_bf16, "ours_bf16": ours_bf16, "ours_fp8": ours_fp8, "ours_mxfp4": ours_mxfp4}
 
 
 def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[str, float]:
@@ -156,9 +167,11 @@ def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[
     """
     common = (batch.topk_weights, batch.topk_ids)
     scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+    exponents = {"w13_scale": weights.w13_exponents, "w2_scale": weights.w2_exponents}
     layers = {
         "bf16": (weights.w13, weights.w2, {}),
         "fp8": (weights.w13_fp8, weights.w2_fp8, scales),
+        "mxfp4": (weights.w13_mxfp4, weights.w2_mxfp4, exponents),
     }
     ratios = {}
     for name, side in sides.items():

@@ -49,6 +49,7 @@ from bench_cpu_ceilings import Ceilings  # noqa: E402
 from benchmarks.record import cpu_name, cpu_slug, head, packages, parser_of, system_name, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
+from moe_optimizer.specs.expert_formats import MXFP4_BITS  # noqa: E402
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
 COMPUTE_BOUND_TOKENS = 256
@@ -59,6 +60,8 @@ PATIENCE = 4
 QUIET_SWITCHES_PER_S = 20
 """The system itself takes a processor this often; a busy process does every few milliseconds."""
 STOCK = "stock_bf16"
+BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1 + 4 / 128**2, "mxfp4": MXFP4_BITS / 8}
+"""Scales included."""
 SEED = 20261120
 
 
@@ -112,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weights = make_weights(shape, SEED)
         why_small_pages = "--small-pages"
         if not options.small_pages:
-            outcomes = [use_huge_pages(t) for t in (weights.w13, weights.w2, weights.w13_fp8, weights.w2_fp8)]
+            ours = (weights.w13, weights.w2, weights.w13_fp8, weights.w2_fp8, weights.w13_mxfp4, weights.w2_mxfp4)
+            outcomes = [use_huge_pages(tensor) for tensor in ours]
             why_small_pages = "; ".join(sorted({reason for done, reason in outcomes if not done}))
             if why_small_pages:
                 print(f"{name}: some of our weights are on small pages: {why_small_pages}")
@@ -217,7 +221,7 @@ def _ratio(turns: Sequence[Turn], name: str) -> dict[str, float]:
 
 
 def _side_result(shape: Shape, tokens: int, name: str, turns: Sequence[Turn], threads: int) -> dict[str, Any]:
-    expert_bytes = shape.expert_bytes(1.0 + 4 / 128**2 if name.endswith("fp8") else 2.0)
+    expert_bytes = shape.expert_bytes(BYTES_PER_WEIGHT[name.rsplit("_", 1)[1]])
     rates = [turn.experts_hit * expert_bytes / turn.wall[name] for turn in turns]
     flops = [shape.flops(tokens) / turn.wall[name] for turn in turns]
     shares = [

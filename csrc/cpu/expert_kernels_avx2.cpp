@@ -87,10 +87,75 @@ struct Avx2Float8 : Fp32Format<Avx2, X> {
   }
 };
 
+// The upper and the lower byte of the BF16 of each code, for both halves of a register.
+inline __m256i both_halves(__m128i table) { return _mm256_broadcastsi128_si256(table); }
+inline __m256i upper_bytes() {
+  return both_halves(_mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40,
+                                   -0x40, -0x40, -0x40));
+}
+inline __m256i lower_bytes() {
+  return both_halves(_mm_setr_epi8(0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00,
+                                   0x40, -0x80, -0x40));
+}
+
+// A step is 64 columns, two groups. Look-ups of bytes give the BF16 of 16 codes, a shift and a mask the FP32 of 8 each.
+// Column 32 g + 16 h + 4 i + r of a step is lane 4 g + i of part 4 h + r, in weights and in activations.
+template <typename X>
+struct Avx2Float4 : Fp4Format<Avx2, X> {
+  using Weight = Float4E2M1Pair;
+  using Decoded = Avx2Float4;
+  static constexpr int kMaxTokens = 4;
+  static constexpr int kTileTokens = kMaxTokens;
+  static constexpr int kStep = 64, kParts = 8;
+
+  static __m256i codes(const Weight* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
+  // The tail is one group: the lower half of every register.
+  static __m256i codes_first(const Weight* w, int64_t /*columns*/) {
+    return _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  }
+  static __m256 activation_tail(const char* x, int64_t k, int part, int64_t /*columns*/) {
+    return _mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 8));
+  }
+  static void decode(__m256i codes, __m256 (&weight)[kParts]) {
+    const __m256i low_half = _mm256_set1_epi8(15), high_word = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m256i even = _mm256_and_si256(codes, low_half);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low_half);
+    const __m256i even_upper = _mm256_shuffle_epi8(upper_bytes(), even);
+    const __m256i even_lower = _mm256_shuffle_epi8(lower_bytes(), even);
+    const __m256i odd_upper = _mm256_shuffle_epi8(upper_bytes(), odd);
+    const __m256i odd_lower = _mm256_shuffle_epi8(lower_bytes(), odd);
+    const __m256i words[4] = {_mm256_unpacklo_epi8(even_lower, even_upper), _mm256_unpacklo_epi8(odd_lower, odd_upper),
+                              _mm256_unpackhi_epi8(even_lower, even_upper), _mm256_unpackhi_epi8(odd_lower, odd_upper)};
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      const int first = n / 2 * 4 + n % 2;
+      weight[first] = _mm256_castsi256_ps(_mm256_slli_epi32(words[n], 16));
+      weight[first + 2] = _mm256_castsi256_ps(_mm256_and_si256(words[n], high_word));
+    }
+  }
+  // Each exponent into the upper byte of the four lanes of its group, then in its place.
+  static __m256 factor(const uint8_t* exponents, int64_t columns) {
+    uint16_t both = exponents[0];
+    if (columns == kStep) std::memcpy(&both, exponents, sizeof(both));
+    const __m256i spread = _mm256_setr_epi32(0x00808080, 0x00808080, 0x00808080, 0x00808080, 0x01808080, 0x01808080,
+                                             0x01808080, 0x01808080);
+    const __m256i upper = _mm256_shuffle_epi8(_mm256_set1_epi16(static_cast<int16_t>(both)), spread);
+    return _mm256_castsi256_ps(_mm256_srli_epi32(upper, 1));
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    const int64_t group = column % kStep / 32, half = column % 32 / 16;
+    float* lanes = reinterpret_cast<float*>(row) + column / kStep * kStep + half * 32 + group * 4;
+    __m128 part[4] = {_mm_loadu_ps(values), _mm_loadu_ps(values + 4), _mm_loadu_ps(values + 8),
+                      _mm_loadu_ps(values + 12)};
+    _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+    for (int r = 0; r < 4; ++r) _mm_storeu_ps(lanes + r * 8, part[r]);
+  }
+};
+
 }  // namespace
 
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args) {
-  return fp32_kernels<Avx2, Avx2BFloat16, Avx2Float8>(args);
+  return fp32_kernels<Avx2, Avx2BFloat16, Avx2Float8, Avx2Float4>(args);
 }
 
 }  // namespace moeopt

@@ -4,7 +4,7 @@
 namespace moeopt {
 
 const ExpertKernels* avx512_kernels(const FusedExpertsArgs& args) {
-  return fp32_kernels<Avx512, Avx512BFloat16, Avx512Float8>(args);
+  return fp32_kernels<Avx512, Avx512BFloat16, Avx512Float8, Avx512Float4>(args);
 }
 
 }  // namespace moeopt

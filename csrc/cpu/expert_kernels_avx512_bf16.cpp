@@ -109,10 +109,46 @@ struct DotFloat8 : DotBFloat16 {
   }
 };
 
+// Column 4 j + p of a step is word j of part p, in weights and in activations. FP4 weights become BF16, exactly: a
+// shift and a look-up of words for 32 weights.
+struct DotFloat4 : DotBFloat16, Avx512Float4Codes {
+  using Weight = Float4E2M1Pair;
+  using Decoded = DotFloat4;
+  using Avx512Float4Codes::kStep;
+  static constexpr bool kGroupScales = true;
+  static constexpr int kColumnsPerElement = 2;
+  static constexpr bool kPacks = true;
+  static constexpr int kTileTokens = kMaxTokens;
+  static constexpr int kWideTokens = 0;
+  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
+  static constexpr int kParts = 4;
+
+  static void decode(__m512i codes, __m512bh (&weight)[kParts]) {
+    // Twice: the look-up reads five bits of each word, the fifth is of the next code.
+    const __m256i once = _mm256_setr_epi16(0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
+                                           -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40);
+    const __m512i table = _mm512_broadcast_i64x4(once);
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      weight[part] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * part), table));
+    }
+  }
+  static Operand activation_tail(const char* x, int64_t k, int part, int64_t columns) {
+    return load_first(x + 2 * (k + 32 * part), columns / 4);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    alignas(32) uint16_t rounded[kRows];
+    DotBFloat16::store_activations(values, reinterpret_cast<char*>(rounded), 0);
+    uint16_t* words = reinterpret_cast<uint16_t*>(row) + column / kStep * kStep + column % kStep / 4;
+    for (int n = 0; n < kRows; ++n) words[n % 4 * 32 + n / 4] = rounded[n];
+  }
+};
+
 }  // namespace
 
 const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args) {
   if (args.x_dtype != DType::kBFloat16) return avx512_kernels(args);
+  if (args.weight_dtype == DType::kFloat4E2M1) return &kExperts<DotFloat4>;
   return args.weight_dtype == DType::kFloat8E4M3 ? &kExperts<DotFloat8> : &kExperts<DotBFloat16>;
 }
 

@@ -7,6 +7,7 @@
 //                                                           | x router weight
 //                                                     sum[token, j]  (FP32, expert by expert)
 #include <cmath>
+#include <type_traits>
 
 #include "expert_kernels.h"
 #include "number_formats.h"
@@ -42,10 +43,19 @@ float activate(Activation activation, float gate, float up) {
 
 // Row `row` of expert `expert` of a [E, rows, columns] weight, as FP32 with its scale applied.
 template <typename W>
-void load_row(const void* weight, const float* scale, ScaleKind kind, int64_t expert_stride, int64_t row_stride,
-              int64_t rows, int64_t columns, int64_t expert, int64_t row, float* out) {
+void load_row(const void* weight, const float* scale, const uint8_t* exponents, ScaleKind kind, int64_t expert_stride,
+              int64_t row_stride, int64_t rows, int64_t columns, int64_t expert, int64_t row, float* out) {
   const W* source = static_cast<const W*>(weight) + expert * expert_stride + row * row_stride;
-  for (int64_t k = 0; k < columns; ++k) out[k] = to_float(source[k]);
+  if constexpr (std::is_same_v<W, Float4E2M1Pair>) {
+    const uint8_t* groups = exponents + (expert * rows + row) * (columns / kScaleGroup);
+    for (int64_t k = 0; k < columns; ++k) {
+      const uint8_t code = k % 2 == 0 ? source[k / 2].bits & 15 : source[k / 2].bits >> 4;
+      out[k] = fp4_e2m1_to_float(code) * e8m0_to_float(groups[k / kScaleGroup]);
+    }
+    return;
+  } else {
+    for (int64_t k = 0; k < columns; ++k) out[k] = to_float(source[k]);
+  }
   if (kind == ScaleKind::kChannel) {
     const float factor = scale[expert * rows + row];
     for (int64_t k = 0; k < columns; ++k) out[k] *= factor;
@@ -88,10 +98,12 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
   float* up_row = gate_row + H;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t gate_index = interleaved ? 2 * i : i, up_index = interleaved ? 2 * i + 1 : I + i;
-    load_row<W>(args.w13, args.w13_scale, args.scale_kind, args.w13_expert_stride, args.w13_row_stride, 2 * I, H,
-                run.expert, gate_index, gate_row);
-    load_row<W>(args.w13, args.w13_scale, args.scale_kind, args.w13_expert_stride, args.w13_row_stride, 2 * I, H,
-                run.expert, up_index, up_row);
+    const auto load_w13 = [&](int64_t row, float* out) {
+      load_row<W>(args.w13, args.w13_scale, args.w13_exponents, args.scale_kind, args.w13_expert_stride,
+                  args.w13_row_stride, 2 * I, H, run.expert, row, out);
+    };
+    load_w13(gate_index, gate_row);
+    load_w13(up_index, up_row);
     const float* bias = args.w13_bias ? args.w13_bias + run.expert * 2 * I : nullptr;
     for (int64_t p = run.begin; p < run.end; ++p) {
       const float* x = reinterpret_cast<const float*>(buffers.x + buffers.pairs[p].token * buffers.x_row_bytes);
@@ -109,8 +121,8 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
   const int64_t H = args.hidden_size, I = args.intermediate_size;
   float* row = reinterpret_cast<float*>(scratch);
   for (int64_t j = begin; j < end; ++j) {
-    load_row<W>(args.w2, args.w2_scale, args.scale_kind, args.w2_expert_stride, args.w2_row_stride, H, I, run.expert, j,
-                row);
+    load_row<W>(args.w2, args.w2_scale, args.w2_exponents, args.scale_kind, args.w2_expert_stride, args.w2_row_stride,
+                H, I, run.expert, j, row);
     const float bias = args.w2_bias ? args.w2_bias[run.expert * H + j] : 0.0f;
     for (int64_t p = run.begin; p < run.end; ++p) {
       const float* h = reinterpret_cast<const float*>(buffers.h + (p - buffers.h_first_pair) * buffers.h_row_bytes);
@@ -132,9 +144,10 @@ template <typename X, typename W>
 constexpr ExpertKernels kTable = {
     packed_x_row_bytes<X>, pack_x_row<X>, h_row_bytes, scratch_bytes, gate_up<W>, down<W>, store<X>};
 
-// Weights have the dtype of x, or are FP8.
+// Weights have the dtype of x, or are FP8 or FP4.
 template <typename X>
 const ExpertKernels* for_weights(DType weight_dtype) {
+  if (weight_dtype == DType::kFloat4E2M1) return &kTable<X, Float4E2M1Pair>;
   return weight_dtype == DType::kFloat8E4M3 ? &kTable<X, Float8E4M3> : &kTable<X, X>;
 }
 

@@ -61,6 +61,18 @@ inline float fp8_e4m3_to_float(uint8_t value) {
   return float_from_bits(((rest << 20) + (120u << 23)) | sign);
 }
 
+// E2M1: bit 3 is the sign.
+inline float fp4_e2m1_to_float(uint8_t code) {
+  constexpr float kMagnitude[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return (code & 8u) ? -kMagnitude[code & 7u] : kMagnitude[code & 7u];
+}
+
+// E8M0: 2^(value - 127); 255 is NaN.
+inline float e8m0_to_float(uint8_t value) {
+  if (value == 0) return 0x1p-127f;
+  return float_from_bits(value == 255 ? 0x7fc00000u : static_cast<uint32_t>(value) << 23);
+}
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -68,6 +80,10 @@ struct Float16 {
   uint16_t bits;
 };
 struct Float8E4M3 {
+  uint8_t bits;
+};
+// Two columns, the even one in the low half.
+struct Float4E2M1Pair {
   uint8_t bits;
 };
 

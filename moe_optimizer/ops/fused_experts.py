@@ -87,8 +87,6 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
     available, reason = _load.kernels_available()
     if not available:
         return reason
-    if holds_mxfp4(w13):
-        return "no CPU kernel reads MXFP4 weights"
     if not hidden or not intermediate:
         return f"H and I must be above 0, got H={hidden}, I={intermediate}"
     if hidden % SIZE_MULTIPLE or intermediate % SIZE_MULTIPLE:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.specs.expert_formats import MXFP4_GROUP
 
-SCALE_GROUP = 32
+SCALE_GROUP = MXFP4_GROUP
 """Columns that share one scale."""
 CODES_PER_BYTE = 2
-BITS_PER_WEIGHT = 4 + 8 / SCALE_GROUP
-"""4.25, scales included."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PACKED_DTYPE = torch.uint8
 """Of the weights and of their scales."""

@@ -20,6 +20,7 @@ _PASSES = (
     ("replicas", "Replicas"),
     ("parallelism", "Parallelism"),
     ("fp8", "Fp8"),
+    ("four_bit", "FourBit"),
     ("sparsity_24", "Sparsity24"),
     ("flash_dmoe", "FlashDmoe"),
     ("expert_load", "ExpertLoad"),
@@ -35,7 +36,9 @@ PASS_NAMES = tuple(name for name, _ in _PASSES)
 
 _CONTRADICTING_PASSES = {
     ("disaggregation", "replicas"): "each divides the devices between servers of its own",
+    ("fp8", "four_bit"): "the experts have either four bits or eight",
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
+    ("four_bit", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
     ("expert_load", "dual_batch_overlap"): "a router sees half of the tokens at a time then, so they cannot be counted",
     (
@@ -48,6 +51,7 @@ _CONTRADICTING_PASSES = {
 _NEEDS = {
     "dual_batch_overlap": ("parallelism", "parallelism.expert_parallel"),
     "expert_placement": ("parallelism", "parallelism.expert_parallel"),
+    "four_bit": ("flash_dmoe",),
     "sparsity_24": ("flash_dmoe",),
 }
 """What a pass asked for by flag cannot do without: keys that may not be switched off by flag then."""

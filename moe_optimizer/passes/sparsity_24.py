@@ -10,7 +10,7 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import Sparsity24Params
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_kernel import converted_format, why_not_for_converted_weights
+from moe_optimizer.plan_context.expert_kernel import why_converted_already, why_not_for_converted_weights
 
 FORMAT = "sparse_24"
 """Name of the plugin's weight format."""
@@ -49,9 +49,9 @@ class Sparsity24(OptimizationPass):
             return f"--quantization {ctx.pinned.value('--quantization')} is given after -- and decides"
         if ctx.dtype != "bfloat16":
             return f"needs bfloat16, found {ctx.dtype}"
-        converted = converted_format(ctx)
-        if converted is not None:
-            return f"the experts are converted to {converted} already, by {ctx.decided['fp8'].wish_origin}"
+        converted = why_converted_already(ctx)
+        if converted:
+            return converted
         width = model.moe_intermediate_size
         if not ctx.parallelism.expert_parallel:
             width //= ctx.parallelism.tensor_parallel_size

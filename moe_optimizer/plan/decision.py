@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeVar
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.pass_params import PARAMS_OF, Fp8Params, PassParams, Sparsity24Params
+from moe_optimizer.plan.pass_params import PARAMS_OF, FourBitParams, Fp8Params, PassParams, Sparsity24Params
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.quantity import Quantity
 
@@ -115,4 +115,6 @@ class Decision:
     @property
     def weight_format(self) -> str | None:
         """The plugin's format that the experts are converted to; None: the plugin does not convert them."""
-        return self.params.weight_format if isinstance(self.params, (Fp8Params, Sparsity24Params)) else None
+        return (
+            self.params.weight_format if isinstance(self.params, (Fp8Params, FourBitParams, Sparsity24Params)) else None
+        )

@@ -82,6 +82,20 @@ class Sparsity24Params:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FourBitParams:
+    """Experts that are converted to four bits while loading."""
+
+    weight_format: str
+    """The plugin's format for the experts."""
+    excluded_layers: tuple[int, ...]
+    """Decoder layers whose experts stay as loaded."""
+    max_layer_error: float | None
+    """Change of a layer's output above which the plugin leaves the layer as loaded; None: it does not measure it."""
+    stored_expert_bits: float
+    """Bits of an expert weight on average, with scales and kept layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlashDmoeParams:
     """Which kernel computes the experts."""
 
@@ -190,6 +204,7 @@ PassParams = (
     | ReplicasParams
     | ParallelismParams
     | Fp8Params
+    | FourBitParams
     | Sparsity24Params
     | FlashDmoeParams
     | ExpertPlacementParams
@@ -205,6 +220,7 @@ PARAMS_OF: Mapping[str, type[PassParams]] = {
     "replicas": ReplicasParams,
     "parallelism": ParallelismParams,
     "fp8": Fp8Params,
+    "four_bit": FourBitParams,
     "sparsity_24": Sparsity24Params,
     "flash_dmoe": FlashDmoeParams,
     "expert_placement": ExpertPlacementParams,

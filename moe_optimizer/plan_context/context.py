@@ -18,6 +18,7 @@ from moe_optimizer.plan.pass_params import (
     DisaggregationParams,
     ExpertPlacementParams,
     FlashDmoeParams,
+    FourBitParams,
     Fp8Params,
     GraphCaptureParams,
     KvCacheParams,
@@ -263,10 +264,11 @@ class PlanContext:
         """
         if self.model.quant_method is None and "fp8" in (self.pinned.value("--quantization") or ""):
             return 8, 8
-        fp8, pruned = self.params(Fp8Params), self.params(Sparsity24Params)
+        fp8 = self.params(Fp8Params)
         if fp8 is not None:
             return fp8.stored_expert_bits, fp8.stored_linear_bits
-        return (None if pruned is None else pruned.stored_expert_bits), None
+        experts = self.params(FourBitParams) or self.params(Sparsity24Params)
+        return (None if experts is None else experts.stored_expert_bits), None
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_optimizer.plan.decision import Status, Wish
+from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "fused_experts"
@@ -56,8 +56,8 @@ def why_not_built(ctx: PlanContext) -> str:
 
 
 def why_not_for_converted_weights(ctx: PlanContext) -> str:
-    """Return why experts in a format of ours (FP8, pruned) cannot be served on the CPU, or "": no other kernel
-    there reads them, so flash_dmoe must be on.
+    """Return why experts in a format of ours (FP8, four bits, pruned) cannot be served on the CPU, or "": no other
+    kernel there reads them, so flash_dmoe must be on.
     """
     wish, origin = ctx.wish("flash_dmoe")
     if wish is Wish.OFF:
@@ -65,7 +65,21 @@ def why_not_for_converted_weights(ctx: PlanContext) -> str:
     return why_model_does_not_fit(ctx) or why_not_built(ctx)
 
 
+def converting(ctx: PlanContext) -> Decision | None:
+    """Return the decision made before by which the plugin converts the experts; None: they stay as loaded."""
+    decided = ctx.decided.values()
+    return next((each for each in decided if each.status is Status.ON and each.weight_format is not None), None)
+
+
 def converted_format(ctx: PlanContext) -> str | None:
     """Return the format that a pass decided before converts the experts to; None: they stay as loaded."""
-    formats = (each.weight_format for each in ctx.decided.values() if each.status is Status.ON)
-    return next(filter(None, formats), None)
+    decision = converting(ctx)
+    return None if decision is None else decision.weight_format
+
+
+def why_converted_already(ctx: PlanContext) -> str:
+    """Return that a pass decided before converts the experts, and who asked for it; "": none does."""
+    decision = converting(ctx)
+    if decision is None:
+        return ""
+    return f"the experts are converted to {decision.weight_format} already, by {decision.wish_origin}"

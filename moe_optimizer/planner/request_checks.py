@@ -63,6 +63,7 @@ _CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, str], ...] = (
     ("fp8", Wish.OFF, "--quantization", _FP8),
     ("fp8", Wish.ON, "--quantization", _GIVEN),
     ("fp8", Wish.ON, "--quantization-config", _GIVEN),
+    ("four_bit", Wish.ON, "--quantization", _GIVEN),
     ("sparsity_24", Wish.ON, "--quantization", _GIVEN),
     ("disaggregation", Wish.ON, "--kv-transfer-config", _GIVEN),
     ("disaggregation", Wish.ON, "--kv-offloading-size", _GIVEN),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
+from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
+from moe_optimizer.specs.expert_formats import MXFP4_BITS
 from moe_optimizer.specs.quantity import bytes_in_words
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -150,6 +151,8 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     """Return by how many bytes the weights of one worker exceed the plan, because of layers that were not converted."""
     if isinstance(decision.params, Fp8Params):
         kept, planned_bits = decision.params.excluded_layers, 8
+    elif isinstance(decision.params, FourBitParams):
+        kept, planned_bits = decision.params.excluded_layers, MXFP4_BITS
     else:
         kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}

@@ -25,6 +25,7 @@ from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTI
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
+from moe_optimizer.vllm_plugin.experts.weight_format_mxfp4 import FOUR_BIT_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SPARSITY_PASS
 from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, ROUTED_EXPERTS
@@ -179,6 +180,7 @@ INSTALLERS: Mapping[str, Callable[[PluginSession, Decision], Any]] = {
     LOAD_PASS: install_expert_load,
     PLACEMENT_PASS: install_placement,
     FP8_PASS: install_fp8,
+    FOUR_BIT_PASS: install_conversion,
     SPARSITY_PASS: install_conversion,
 }
 """Pass -> its installer, which calls `session.applied` or `session.refused`, at once or from a callback."""

@@ -21,7 +21,7 @@ TINY_MOE = ROOT / "examples" / "tiny-moe"
 COMMON = {"--json", "--verbose", "--help"}
 MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
-    "parallelism", "expert-parallel", "fp8", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
+    "parallelism", "expert-parallel", "fp8", "four-bit", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
     "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas",
     "dual-batch-overlap", "speculation",
 )  # fmt: skip

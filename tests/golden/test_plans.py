@@ -51,6 +51,7 @@ PROFILES = {
     "offloaded": {"kv_cache": {"dtype": "fp8", "tiering": "on"}},
     "drafting": {"speculation": {"acceptance": 0.6}},
     "sparse": {"sparsity_24": {"mode": "on"}},
+    "four-bit": {"four_bit": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
     "overlapped": {
@@ -90,6 +91,7 @@ CASES = {
     "tiny-moe_cpu_disaggregated": (tiny_moe, None, "disaggregated"),
     "tiny-moe_cpu_placed": (tiny_moe, None, "ep-2"),
     "tiny-moe_cpu_sparse": (tiny_moe, None, "sparse"),
+    "tiny-moe_cpu_four-bit": (tiny_moe, None, "four-bit"),
 }
 
 

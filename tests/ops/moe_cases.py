@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_optimizer.ops import fused_experts, reference
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.fused_experts import run
+from moe_optimizer.ops.mxfp4 import quantize_mxfp4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_MAX = 448.0
@@ -128,6 +129,13 @@ def quantized(case: Case, scales: str) -> Case:
     """`case` with E4M3 weights and scales per "block" of 128x128 or per output "channel"."""
     w13, w13_scale = _quantize(case.w13.float(), scales)
     w2, w2_scale = _quantize(case.w2.float(), scales)
+    return replace(case, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+
+
+def in_four_bits(case: Case) -> Case:
+    """`case` with MXFP4 weights; H and I are multiples of 32."""
+    w13, w13_scale = quantize_mxfp4(case.w13)
+    w2, w2_scale = quantize_mxfp4(case.w2)
     return replace(case, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
 
 

@@ -68,6 +68,7 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
     block.first = begin == 0;
     block.last = block.end == rows.columns;
     block.scale[0] = rows.scale;
+    for (int n = 0; n < kTileRows; ++n) block.exponents[n] = rows.exponents + n * rows.exponents_stride;
     block.ahead_bytes = step_bytes;
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t m = t * tokens / tiles, count = (t + 1) * tokens / tiles - m;
@@ -92,15 +93,15 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
   const int64_t row_bytes = rows.row_stride * kElementBytes;
   const bool wide = Format::kWideTokens > 0 && tokens >= kWideFromTokens;
   const int64_t step = wide ? kWideRows : kTileRows;
-  int64_t rows_ahead = kAheadBytes / (rows.columns * kElementBytes) / kTileRows * kTileRows;
+  const int64_t stored_bytes = rows.columns / Format::kColumnsPerElement * kElementBytes;
+  int64_t rows_ahead = kAheadBytes / stored_bytes / kTileRows * kTileRows;
   if (rows_ahead < step) rows_ahead = step;
   if (rows_ahead > kRows) rows_ahead = kRows;
   for (int64_t r = 0; r < kRows; r += step) {
     const int64_t later = r + rows_ahead;
     const typename Format::Weight* ahead = rows.row(later);
     if (later >= kRows) ahead = next ? next + (later - kRows) * rows.row_stride : nullptr;
-    WeightRows<Format> these = rows;
-    these.w = rows.row(r);
+    const WeightRows<Format> these = rows.from(r);
     Fetch fetch{reinterpret_cast<const char*>(ahead), step * row_bytes};
     if constexpr (Format::kDecodes) {
       const int64_t half = row_bytes / 2 / kLineBytes * kLineBytes;
@@ -108,7 +109,7 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
         Format::decode_row(these.row(n), rows.columns, scratch.decoded + n * scratch.decoded_stride, fetch.cursor);
         if (fetch.cursor) fetch = {fetch.cursor + half, fetch.bytes - half};
       }
-      const WeightRows<Decoded> decoded{scratch.decoded, scratch.decoded_stride, rows.columns, rows.scale};
+      const WeightRows<Decoded> decoded{scratch.decoded, scratch.decoded_stride, rows.columns, rows.scale, nullptr, 0};
       dot_many<Decoded, kTileRows, Ahead::kStreamToL2>(x, tokens, decoded, fetch, scratch.state, out + r);
     } else {
       if constexpr (Format::kWideTokens > 0) {

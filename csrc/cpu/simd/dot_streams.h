@@ -27,7 +27,11 @@ void dot_streams(const char* const* x, int64_t tokens, const WeightMatrix<Format
   for (int64_t r = 0; r < quarter; ++r) {
     float sums[Format::kMaxTokens * kRows];
     block.w = matrix.row(first + r * step);
-    for (int n = 0; n < kTileRows; ++n) block.scale[n] = matrix.row_scale(first + (r + n * quarter) * step);
+    for (int n = 0; n < kTileRows; ++n) {
+      const int64_t row = first + (r + n * quarter) * step;
+      block.scale[n] = matrix.row_scale(row);
+      block.exponents[n] = matrix.row_exponents(row);
+    }
     if (block.scale[0]) {
       tile_of<Format, kTileRows, Scaling::kPerRow, Ahead::kRows>(tokens, x, block, state, sums);
     } else {

@@ -19,10 +19,17 @@
 namespace moeopt {
 namespace {
 
-inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // Rows that start at different offsets from a power of two do not compete for the same lines of a cache.
 constexpr int64_t kRowPadBytes = 64;
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// What a row of activations takes: whole steps, as some formats order the columns within one.
+template <typename Format>
+int64_t activation_row_bytes(int64_t columns) {
+  constexpr int64_t kColumns = Format::kStep > 64 ? Format::kStep : 64;
+  return (columns + kColumns - 1) / kColumns * kColumns * Format::kActivationBytes + kRowPadBytes;
+}
 
 // A thread's scratch memory.
 template <typename Format>
@@ -235,7 +242,7 @@ void store(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t be
 
 template <typename Format>
 int64_t packed_x_row_bytes(const FusedExpertsArgs& args) {
-  return Format::kPacks ? aligned(args.hidden_size) * Format::kActivationBytes + kRowPadBytes : 0;
+  return Format::kPacks ? activation_row_bytes<Format>(args.hidden_size) : 0;
 }
 
 template <typename Format>
@@ -250,7 +257,7 @@ void pack_x_row(const FusedExpertsArgs& args, int64_t token, char* row) {
 
 template <typename Format>
 int64_t h_row_bytes(const FusedExpertsArgs& args) {
-  return aligned(args.intermediate_size) * Format::kActivationBytes + kRowPadBytes;
+  return activation_row_bytes<Format>(args.intermediate_size);
 }
 
 template <typename Format>

@@ -122,5 +122,58 @@ struct Avx512Float8 : Fp32Format<Avx512, X> {
   }
 };
 
+// A step is 128 columns, four groups. What the formats with FP32 and with BF16 products have in common: how codes and
+// exponents are loaded. Lane i of every register has the codes of columns 8 i to 8 i + 7.
+struct Avx512Float4Codes {
+  static constexpr int kStep = 128;
+
+  static __m512i codes(const Float4E2M1Pair* w) { return _mm512_loadu_si512(w); }
+  static __mmask16 lanes_of(int64_t columns) { return static_cast<__mmask16>((1u << (columns / 8)) - 1); }
+  static __m512i codes_first(const Float4E2M1Pair* w, int64_t columns) {
+    return _mm512_maskz_loadu_epi32(lanes_of(columns), w);
+  }
+  // Each exponent into the upper byte of the four lanes of its group, then in its place.
+  static __m512 factor(const uint8_t* exponents, int64_t columns) {
+    uint32_t four = 0;
+    if (columns == kStep) {
+      std::memcpy(&four, exponents, sizeof(four));
+    } else {
+      for (int64_t group = 0; group < columns / kScaleGroup; ++group) {
+        four |= static_cast<uint32_t>(exponents[group]) << (8 * group);
+      }
+    }
+    const __m512i group_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i spread = _mm512_or_si512(_mm512_slli_epi32(group_of_lane, 24), _mm512_set1_epi32(0x00808080));
+    const __m512i upper = _mm512_shuffle_epi8(_mm512_set1_epi32(static_cast<int>(four)), spread);
+    return _mm512_castsi512_ps(_mm512_srli_epi32(upper, 1));
+  }
+};
+
+// Column 8 i + p of a step is lane i of part p, in weights and in activations: a shift and a look-up for 16 weights.
+template <typename X>
+struct Avx512Float4 : Fp4Format<Avx512, X>, Avx512Float4Codes {
+  using Weight = Float4E2M1Pair;
+  using Decoded = Avx512Float4;
+  using Avx512Float4Codes::kStep;
+  static constexpr int kParts = 8;
+
+  static void decode(__m512i codes, __m512 (&weight)[kParts]) {
+    const __m512 table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
+                                        -2.0f, -3.0f, -4.0f, -6.0f);
+    // The look-up reads four bits of each lane.
+#pragma GCC unroll 8
+    for (int part = 0; part < kParts; ++part) {
+      weight[part] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * part), table);
+    }
+  }
+  static __m512 activation_tail(const char* x, int64_t k, int part, int64_t columns) {
+    return _mm512_maskz_loadu_ps(lanes_of(columns), reinterpret_cast<const float*>(x) + k + part * 16);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    float* lanes = reinterpret_cast<float*>(row) + column / kStep * kStep + column % kStep / 8;
+    for (int n = 0; n < kRows; ++n) lanes[n % 8 * 16 + n / 8] = values[n];
+  }
+};
+
 }  // namespace
 }  // namespace moeopt

@@ -25,6 +25,8 @@ struct Fp32Format {
   static constexpr int64_t kActivationBytes = 4;
   static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
   static constexpr bool kDecodes = false;
+  static constexpr bool kGroupScales = false;  // an exponent per 32 columns, see group_tile
+  static constexpr int kColumnsPerElement = 1;
   static constexpr bool kPacks = sizeof(X) != sizeof(float);
   static constexpr int kStep = S::kLanes, kParts = 1;
 
@@ -68,8 +70,29 @@ struct DecodedFp8Weights : Fp32Format<S, X> {
   static typename S::Vec weight(const Weight* w, int /*part*/) { return S::load_fp16(w); }
 };
 
-template <typename S, typename Bf16Weights, template <typename X> class Fp8Weights>
+// Weights in four bits with an exponent per 32 columns, decoded by group_tile. A scale byte of 0 (2^-127) counts as
+// zero, 255 (not a number) as infinite.
+template <typename S, typename X>
+struct Fp4Format : Fp32Format<S, X> {
+  using Weight = Float4E2M1Pair;
+  using Decoded = Fp4Format;
+  static constexpr bool kGroupScales = true;
+  static constexpr int kColumnsPerElement = 2;
+  static constexpr bool kPacks = true;
+};
+
+template <typename S, typename Bf16Weights, template <typename X> class Fp8Weights,
+          template <typename X> class Fp4Weights>
 const ExpertKernels* fp32_kernels(const FusedExpertsArgs& args) {
+  if (args.weight_dtype == DType::kFloat4E2M1) {
+    switch (args.x_dtype) {
+      case DType::kFloat32: return &kExperts<Fp4Weights<float>>;
+      case DType::kBFloat16: return &kExperts<Fp4Weights<BFloat16>>;
+      case DType::kFloat16: return &kExperts<Fp4Weights<Float16>>;
+      case DType::kFloat8E4M3:
+      case DType::kFloat4E2M1: return nullptr;
+    }
+  }
   const bool fp8 = args.weight_dtype == DType::kFloat8E4M3;
   switch (args.x_dtype) {
     case DType::kFloat32: return fp8 ? &kExperts<Fp8Weights<float>> : &kExperts<Fp32Weights<S>>;

@@ -14,6 +14,8 @@
 // measurement. Internal linkage: see number_formats.h.
 #pragma once
 
+#include <type_traits>
+
 #include "weight_matrix.h"
 
 namespace moeopt {
@@ -42,11 +44,12 @@ template <typename Format>
 struct Block {
   const typename Format::Weight* w;  // first row, at k = 0
   int64_t row_stride;
-  int64_t begin, end;             // of K
-  bool first, last;               // of the blocks of K
-  const float* scale[kTileRows];  // of each row, one factor per 128 of k; kShared: the first is that of all rows
-  const char* ahead;              // kStream: what the step at `begin` fetches
-  int64_t ahead_bytes;            // from step to step
+  int64_t begin, end;                   // of K
+  bool first, last;                     // of the blocks of K
+  const float* scale[kTileRows];        // of each row, one factor per 128 of k; kShared: the first is that of all rows
+  const uint8_t* exponents[kTileRows];  // of each row, one per 32 of k; Format::kGroupScales only
+  const char* ahead;                    // kStream: what the step at `begin` fetches
+  int64_t ahead_bytes;                  // from step to step
 
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
@@ -117,48 +120,108 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
   }
 }
 
+// tile() of weights in four bits, whose groups of 32 columns have a scale each.
+//
+// A step of kStep columns of one row is decoded into registers for all M tokens: a vector of each part, lane i of every
+// part from the same group, so that one factor per lane scales the sum of the step. No registers are left for sums of
+// several rows at a time, and activations come from the L1 cache.
+template <typename Format, int M, Ahead kAhead>
+void group_tile(const char* const* x, const Block<Format>& block, typename Format::Vec* state, float* out) {
+  using Vec = typename Format::Vec;
+  Vec total[M][kTileRows];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < kTileRows; ++n) total[m][n] = block.first ? Format::zero() : state[m * kTileRows + n];
+  }
+  const char* ahead = block.ahead;
+  const auto step = [&](int64_t k, auto whole) {
+    const int64_t columns = whole ? Format::kStep : block.end - k;
+    if constexpr (kAhead == Ahead::kStream) {
+      __builtin_prefetch(ahead, 0, kIntoL1AndL2);
+      if (block.ahead_bytes > kLineBytes) __builtin_prefetch(ahead + block.ahead_bytes / 2, 0, kIntoL1AndL2);
+      ahead += block.ahead_bytes;
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < kTileRows; ++n) {
+      const typename Format::Weight* w = block.w + n * block.row_stride + k / Format::kColumnsPerElement;
+      if constexpr (kAhead == Ahead::kRows && Format::row_ahead_bytes(M) > 0) {
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + Format::row_ahead_bytes(M), 0, kIntoL1Only);
+      }
+      typename Format::Operand weight[Format::kParts];
+      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), weight);
+      const Vec factor = Format::factor(block.exponents[n] + k / kScaleGroup, columns);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        Vec sum = Format::zero();
+#pragma GCC unroll 8
+        for (int part = 0; part < Format::kParts; ++part) {
+          const auto activation =
+              whole ? Format::activation(x[m], k, part) : Format::activation_tail(x[m], k, part, columns);
+          sum = Format::multiply_add(activation, weight[part], sum);
+        }
+        total[m][n] = Format::scale_add(sum, factor, total[m][n]);
+      }
+    }
+  };
+  int64_t k = block.begin;
+  for (; k + Format::kStep <= block.end; k += Format::kStep) step(k, std::true_type{});
+  if (k < block.end) step(k, std::false_type{});
+  for (int m = 0; m < M; ++m) {
+    if (block.last) {
+      Format::store_sums(total[m], out + m * kRows);
+    } else {
+      for (int n = 0; n < kTileRows; ++n) state[m * kTileRows + n] = total[m][n];
+    }
+  }
+}
+
 // M tokens x R rows: out[m * kRows + n], or the partial sums in `state` before the last block. With and without
 // scales in one function the compiler keeps sums in memory: measured 0.75 of the speed.
 template <typename Format, int M, int R, Scaling kScaling, Ahead kAhead>
 void tile(const char* const* x, const Block<Format>& block, typename Format::Vec* state, float* out) {
   using Vec = typename Format::Vec;
-  Vec total[M][R];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < R; ++n) total[m][n] = block.first ? Format::zero() : state[m * R + n];
-  }
-  if constexpr (kScaling != Scaling::kNone) {
-    for (int64_t k = block.begin; k < block.end; k += kScaleBlock) {
-      Vec acc[M][R];
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-        for (int n = 0; n < R; ++n) acc[m][n] = Format::zero();
-      }
-      const int64_t end = k + kScaleBlock < block.end ? k + kScaleBlock : block.end;
-      multiply<Format, M, R, kAhead>(x, block, k, end, acc);
-      Vec factor = Format::broadcast(block.scale[0][k / kScaleBlock] * Format::kUnit);
-#pragma GCC unroll 8
-      for (int n = 0; n < R; ++n) {
-        if (kScaling == Scaling::kPerRow && n > 0) {
-          factor = Format::broadcast(block.scale[n][k / kScaleBlock] * Format::kUnit);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) total[m][n] = Format::scale_add(acc[m][n], factor, total[m][n]);
-      }
-    }
+  if constexpr (Format::kGroupScales) {
+    static_assert(R == kTileRows, "decoding takes the registers of more");
+    group_tile<Format, M, kAhead>(x, block, state, out);
+    return;
   } else {
-    multiply<Format, M, R, kAhead>(x, block, block.begin, block.end, total);
-  }
+    Vec total[M][R];
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    if (block.last) {
-#pragma GCC unroll 2
-      for (int n = 0; n < R; n += kTileRows) Format::store_sums(&total[m][n], out + m * kRows + n);
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) total[m][n] = block.first ? Format::zero() : state[m * R + n];
+    }
+    if constexpr (kScaling != Scaling::kNone) {
+      for (int64_t k = block.begin; k < block.end; k += kScaleBlock) {
+        Vec acc[M][R];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+          for (int n = 0; n < R; ++n) acc[m][n] = Format::zero();
+        }
+        const int64_t end = k + kScaleBlock < block.end ? k + kScaleBlock : block.end;
+        multiply<Format, M, R, kAhead>(x, block, k, end, acc);
+        Vec factor = Format::broadcast(block.scale[0][k / kScaleBlock] * Format::kUnit);
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) {
+          if (kScaling == Scaling::kPerRow && n > 0) {
+            factor = Format::broadcast(block.scale[n][k / kScaleBlock] * Format::kUnit);
+          }
+#pragma GCC unroll 8
+          for (int m = 0; m < M; ++m) total[m][n] = Format::scale_add(acc[m][n], factor, total[m][n]);
+        }
+      }
     } else {
+      multiply<Format, M, R, kAhead>(x, block, block.begin, block.end, total);
+    }
 #pragma GCC unroll 8
-      for (int n = 0; n < R; ++n) state[m * R + n] = total[m][n];
+    for (int m = 0; m < M; ++m) {
+      if (block.last) {
+#pragma GCC unroll 2
+        for (int n = 0; n < R; n += kTileRows) Format::store_sums(&total[m][n], out + m * kRows + n);
+      } else {
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) state[m * R + n] = total[m][n];
+      }
     }
   }
 }

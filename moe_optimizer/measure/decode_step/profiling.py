@@ -18,7 +18,7 @@ from moe_optimizer.proof.verdict import not_running
 
 _MODULE = "moe_optimizer.measure.decode_step.profiled_steps"
 _GRACE_S = 10.0
-_IN_EVERY_STEP = ("flash_dmoe", "fp8", "sparsity_24")
+_IN_EVERY_STEP = ("flash_dmoe", "fp8", "four_bit", "sparsity_24")
 
 Side = Literal["ours", "stock"]
 

@@ -48,6 +48,11 @@ _CPU_RECORDS = (
     "benchmarks/records/2026-11-21_epyc-avx512_bf16_fused_experts.json",
     "benchmarks/records/2026-11-21_epyc-avx512_fused_experts.json",
 )
+_OTHER_FORMATS = {
+    "four_bit": "the experts have either four bits or eight",
+    "sparsity_24": "the experts are either pruned or quantised",
+}
+"""Passes that convert the experts too, which the CPU build has one format of."""
 _LEAST_GAIN = 1.1
 """Chosen: what `auto` takes a changed output for."""
 _CHANGES = f"the output changes, and {UNJUDGED}"
@@ -82,7 +87,7 @@ class Fp8(OptimizationPass):
         if given is not None:
             return f"{given} {ctx.pinned.value(given)} is given after -- and decides"
         if ctx.device == "cpu":
-            return _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
+            return _other_format_instead(ctx) or why_not_for_converted_weights(ctx)
         if not ctx.gpu.supports("fp8"):
             major, minor = ctx.gpu.compute_capability
             return f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
@@ -210,16 +215,17 @@ def _vllm_args(section: Fp8Section, layers: tuple[int, ...], *, experts: bool, l
     return ServeArguments("--quantization", "online", "--quantization-config", as_json)
 
 
-def _pruned_instead(ctx: PlanContext) -> str:
-    """Return why the experts are left to sparsity_24, which decides after this pass, or "": it was asked for, and FP8
-    only by auto, or by the profile where pruning is by flag.
+def _other_format_instead(ctx: PlanContext) -> str:
+    """Return why the experts are left to a pass that decides after this one, or "": it was asked for, and FP8 only by
+    auto, or by the profile where the other is by flag.
     """
-    wish, origin = ctx.wish("sparsity_24")
     by_flag = ctx.request.wishes
-    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in by_flag and "fp8" not in by_flag)
-    if wish is not Wish.ON or not goes_before:
-        return ""
-    return f"sparsity_24 is asked for by {origin}, and the experts are either pruned or quantised"
+    for other, why in _OTHER_FORMATS.items():
+        wish, origin = ctx.wish(other)
+        goes_before = ctx.wish("fp8")[0] is Wish.AUTO or (other in by_flag and "fp8" not in by_flag)
+        if wish is Wish.ON and goes_before:
+            return f"{other} is asked for by {origin}, and {why}"
+    return ""
 
 
 def _parts(ctx: PlanContext) -> tuple[bool, bool]:

@@ -17,7 +17,7 @@ from vllm.model_executor.utils import replace_parameter
 from moe_optimizer.errors import InputError
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 
-_HINT = "use reload_weights, which converts them once more, or serve with --disable-fp8 and --disable-sparsity"
+_HINT = "use reload_weights, which converts them once more, or serve with the pass that converts them off"
 
 
 def put_weights(layer: Any, weights: KernelWeights) -> None:

@@ -21,6 +21,7 @@ PLAIN = "plain"
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
+    "mxfp4": "moe_optimizer.vllm_plugin.experts.weight_format_mxfp4:Mxfp4Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
 """Name -> "module:class". One line per format; the class is imported when a plan asks for it."""
@@ -50,7 +51,7 @@ class KernelWeights(NamedTuple):
     w2: torch.Tensor
     """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """fp8: float32, as `ops.fused_experts` takes it."""
+    """fp8: float32, mxfp4: bytes, as `ops.fused_experts` takes them."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
     """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""

@@ -54,6 +54,7 @@ WHERE_NOT = {
     "parallelism": (qwen3_30b_a3b, gpus("h100_sxm")),
     "expert-parallel": (qwen3_30b_a3b, gpus("h100_sxm")),
     "fp8": (qwen3_30b_a3b, gpus("a100_80gb")),
+    "four-bit": (qwen3_30b_a3b, gpus("h100_sxm")),
     "sparsity": (qwen3_30b_a3b, gpus("h100_sxm")),
     "flash-dmoe": (qwen3_30b_a3b, gpus("a100_80gb")),
     "expert-load": (dense_model, gpus("h100_sxm")),

@@ -43,8 +43,9 @@ def test_a_profile_that_names_no_pass_changes_no_weights(tmp_path):
     assert (passes.fp8.mode, passes.sparsity_24.mode) == ("off", "off")
 
 
-def test_sparsity_is_off_in_every_shipped_profile():
-    assert {load_profile(name).passes.sparsity_24.mode for name in profile_names()} == {"off"}
+def test_sparsity_and_four_bits_are_off_in_every_shipped_profile():
+    passes = [load_profile(name).passes for name in profile_names()]
+    assert {mode for each in passes for mode in (each.sparsity_24.mode, each.four_bit.mode)} == {"off"}
 
 
 def test_off_in_yaml_stays_a_word_and_does_not_become_false():

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
-from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import Fp8Weights
-from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SparseWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat
 
 NAME = "model.layers.1.mlp.experts"
 EXPERTS, HIDDEN, WIDTH = 4, 128, 32
@@ -34,7 +32,7 @@ def layer_call(tokens: int, *, even: tuple[int, int], odd: tuple[int, int]) -> E
     )
 
 
-def assert_computes_with(form: Fp8Weights | SparseWeights, converted: KernelWeights) -> None:
+def assert_computes_with(form: WeightFormat, converted: KernelWeights) -> None:
     """The format's kernel gives what plain torch gives with the weights that the format restores."""
     call = layer_call(6, even=(0, 1), odd=(2, 3))
     form.compute(converted, call)
