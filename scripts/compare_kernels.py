@@ -5,9 +5,11 @@
 Each commit is compared with the working tree, which must have all its kernels and may have more. Measured tables are
 filed under the hash of the sources. A comment, a name or a further kernel changes that hash but not the kernels that
 were measured, so write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names,
-labels and where in its struct a parameter lies do not count; every instruction and its order does. nvcc may order what
-it takes out of a loop by where parameters lie: with cuobjdump of the CUDA toolkit the machine code is compared instead,
-where names of registers do not count either.
+labels and where in its struct a parameter lies do not count; every instruction and its order does.
+
+nvcc may order what it takes out of a loop by where parameters lie. With cuobjdump of the CUDA toolkit the machine code
+is compared instead: every instruction and its order, without which register holds what. That says how fast a kernel is;
+what it computes its tests say.
 """
 
 from __future__ import annotations
@@ -130,15 +132,9 @@ def machine_digests(listing: str) -> list[str]:
 
 
 def plain_machine_code(kernel: str) -> str:
-    """Return a kernel's instructions; parameters and registers are named by when they come first."""
-    names: dict[str, str] = {}
-
-    def named(found: re.Match[str]) -> str:
-        kind = found[1] if found.re is _REGISTER else "parameter "
-        return names.setdefault(found[0], f"{kind}{len(names)}")
-
+    """Return a kernel's instructions in their order, without where parameters lie and which register holds what."""
     lines = _INSTRUCTION.findall(kernel)
-    return "\n".join(_REGISTER.sub(named, _CONSTANT.sub(named, line)) for line in lines)
+    return "\n".join(_REGISTER.sub(r"\1", _CONSTANT.sub("PARAMETER", line)) for line in lines)
 
 
 def digests(ptx: str) -> list[str]:

@@ -37,7 +37,7 @@ class FourBit(OptimizationPass):
         if model.quant_method is not None:
             return f"needs unquantised expert weights to convert, found {model.quant_method}"
         if ctx.device != "cpu":
-            return "our CUDA kernels do not read four bits yet, and vLLM's own conversion to them has not been run"
+            return "neither our CUDA kernels for four bits nor vLLM's own conversion to them has run on a GPU"
         given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
         if given is not None:
             return f"{given} {ctx.pinned.value(given)} is given after -- and decides"

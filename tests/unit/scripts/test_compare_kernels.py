@@ -78,7 +78,9 @@ def test_the_tree_may_have_more_kernels_but_none_less(
     sources = SimpleNamespace(device_sources=lambda _, folder: f"hash of {folder.name}", nvcc_version=lambda: "13.0")
     monkeypatch.setattr(compare_kernels, "build_info", lambda: sources)
     monkeypatch.setattr(compare_kernels, "extracted", lambda commit, folder: folder / commit)
-    monkeypatch.setattr(compare_kernels, "kernels_of", lambda csrc: Counter("ab" if csrc.name == "csrc" else of_commit))
+    monkeypatch.setattr(
+        compare_kernels, "kernels_of", lambda csrc, _: Counter("ab" if csrc.name == "csrc" else of_commit)
+    )
     monkeypatch.setattr(compare_kernels, "RECORDS", tmp_path)
     monkeypatch.setattr(compare_kernels, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "abc123"])
@@ -103,3 +105,21 @@ def test_tables_of_earlier_sources_hold_for_the_last_ones(tmp_path: Path, monkey
         assert write_kernel_speeds.same_kernels() == {"a": "c", "b": "c", "y": "z"}
     finally:
         write_kernel_speeds.same_kernels.cache_clear()
+
+
+MACHINE_CODE = """
+\t\tFunction : _ZN6moeopt11load_kernelE4Args
+        /*0000*/                   UIADD3 UR9, UR17, 0x4, URZ ;              /* 0x000 */
+        /*0010*/              @!P1 LEA R14, R14, UR8, 0x3 ;                  /* 0x000 */
+        /*0020*/                   ULDC.U8 UR9, c[0x0][0x2c8] ;              /* 0x000 */
+"""
+
+
+def test_machine_code_is_compared_by_its_instructions_and_their_order() -> None:
+    same = MACHINE_CODE.replace("UR9", "UR7").replace("0x2c8", "0x2d8").replace("11load", "9copy")
+    assert compare_kernels.machine_digests(MACHINE_CODE) == compare_kernels.machine_digests(same)
+    lines = MACHINE_CODE.splitlines(keepends=True)
+    swapped = "".join([*lines[:2], lines[3], lines[2], lines[4]])
+    for other in (MACHINE_CODE.replace("ULDC.U8", "ULDC"), MACHINE_CODE.replace("0x4,", "0x8,"), swapped):
+        assert compare_kernels.machine_digests(MACHINE_CODE) != compare_kernels.machine_digests(other)
+    assert len(compare_kernels.machine_digests(MACHINE_CODE + MACHINE_CODE)) == 2
