@@ -63,7 +63,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[mk.FusedMoEExperts],  # pyright: ignore[reportSelfClsParameterName] - vLLM's own shape
+        cls: type[mk.FusedMoEExperts],  # vLLM's own shape
         moe_config: Any,
         weight_key: Any,
         activation_key: Any,

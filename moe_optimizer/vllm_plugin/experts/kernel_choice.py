@@ -60,7 +60,7 @@ def _offered_classes(session: PluginSession, load: Callable[[], type], stock: Se
         session.refused(EXPERTS_PASS, why_not)
         return []
     offered = load()
-    offered.stock_classes = tuple(stock)  # type: ignore[attr-defined]
+    offered.stock_classes = tuple(stock)
     return [offered]
 
 
