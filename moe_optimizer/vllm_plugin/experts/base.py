@@ -159,6 +159,12 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             RequiredNotAppliedError: there are none beside ours, or the plan requires ours.
         """
 
+    def finish_loading(self, layer: Any) -> None:
+        """Do what is left once vLLM has processed the loaded weights of its layer: nothing.
+
+        `process_weights_after_loading` is vLLM's own call for it, which some versions make for some layers only.
+        """
+
     def weights_changed(self, layer: Any) -> None:
         """Bring up to date what the kernels keep beside the weights that vLLM has changed in place: nothing."""
 
