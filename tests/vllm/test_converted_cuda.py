@@ -99,7 +99,7 @@ def forward(layer: Any, tokens: int, *, x: Any = None) -> tuple[Any, Any]:
         x, layer.w13_weight, layer.w2_weight, topk_weights, ids.int(), MoEActivation.SILU, EXPERTS, None,
         apply_router_weight_on_input=False,
     )  # fmt: skip
-    scales = {f"{name}_scale": getattr(layer, f"{name}_weight_scale", None) for name in ("w13", "w2")}
+    scales: dict[str, Any] = {f"{name}_scale": getattr(layer, f"{name}_weight_scale", None) for name in ("w13", "w2")}
     return got, fused_experts(x, layer.w13_weight, layer.w2_weight, topk_weights, ids.int(), **scales)
 
 

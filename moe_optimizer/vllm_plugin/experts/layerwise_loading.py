@@ -83,7 +83,7 @@ def _finish_after(method: Any) -> None:
     @functools.wraps(process)
     def process_weights_after_loading(layer: Any) -> None:
         process(layer)
-        experts = getattr(method.moe_kernel, "fused_experts", None)
+        experts: Any = getattr(method.moe_kernel, "fused_experts", None)
         if _is_ours(type(experts)):
             experts.finish_loading(layer)
             _return_freed_memory()
