@@ -15,6 +15,7 @@ _H100, _LAYER, _CPU = (
     "2026-11-21_epyc-avx512_bf16_fused_experts",
 )
 _H100_FP8 = "2026-11-22_h100_fp8_served"
+_FOUR_BIT = "2026-11-23_h100_four_bit_served"
 _STOCK_FP8 = "2026-11-23_h100_stock_fp8_served"
 _QUALITY, _MEMORY = "2026-11-20_h200_fp8_quality", "2026-11-20_h200_memory_plan"
 
@@ -40,6 +41,10 @@ def _h100_pair(record: Any, clients: int) -> list[float]:
 
 def _first_sides(ours: Any, stock: Any, clients: int) -> list[float]:
     return _h100_pair({"sides": [ours["sides"][0], stock["sides"][0]]}, clients)
+
+
+def _beside_stock(ours: Any, stock: Any, clients: int) -> list[float]:
+    return _h100_pair({"sides": [ours["sides"][0], stock["sides"][1]]}, clients)
 
 
 def _tokens_per_s_gain(record: Any) -> float:
@@ -70,7 +75,6 @@ CLAIMS = [
     _pair("| BF16 | 1 | {3.73} / {4.11} | {1.10}x |", _SERVED, "flash_dmoe", "stock", 1),
     _pair("| BF16 | 64 | {16.91} / {17.51} | {1.04}x |", _SERVED, "flash_dmoe", "stock", 64),
     _pair("| FP8 | 1 | {3.68} / {4.31} | {1.17}x |", _SERVED, "fp8+flash_dmoe", "fp8", 1),
-    _pair("| FP8 | 64 | {10.61} / {11.25} | {1.06}x |", _SERVED, "fp8+flash_dmoe", "fp8", 64),
     _pair("| FP8 / BF16 | 64 | {10.61} / {17.51} | {1.65}x |", _SERVED, "fp8+flash_dmoe", "stock", 64),
     _pair("| BF16 | 1 | {3.32} / {3.95} | {1.19}x |", _TWO, "flash_dmoe", "stock", 1),
     _pair("| BF16 | 64 | {10.65} / {11.81} | {1.11}x |", _TWO, "flash_dmoe", "stock", 64),
@@ -93,6 +97,10 @@ CLAIMS = [
           lambda ours, stock: _first_sides(ours, stock, 1)),
     Claim(_README, "on another H100; 256 clients {1.35}x", (_H100_FP8, _STOCK_FP8),
           lambda ours, stock: _first_sides(ours, stock, 256)[2:]),
+    Claim(_README, "| MXFP4 / BF16 | 16 | {8.16} / {16.29} | {2.00}x |", (_FOUR_BIT, _H100_FP8),
+          lambda ours, stock: _beside_stock(ours, stock, 16)),
+    Claim(_README, "1 client {1.28}x, 64 and 256 clients {1.98}x and {1.66}x", (_FOUR_BIT, _H100_FP8),
+          lambda ours, stock: [_beside_stock(ours, stock, clients)[2] for clients in (1, 64, 256)]),
     Claim(_README, "| BF16 | 1 to 1024 tokens | | {1.16}x to {2.21}x |", (_CPU,), _cpu_gains),
     Claim(_README, "perplexity by less than {1} %", (_QUALITY,), _largest_change),
     Claim(_README, "on one H200 {0.14} % from vLLM's cache", (_MEMORY,),
