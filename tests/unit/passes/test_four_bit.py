@@ -8,8 +8,17 @@ import pytest
 from moe_optimizer.costs.weights import weight_parts
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import FourBitParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, FourBitParams
 from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.kernel_speeds import (
+    ANY_NUMBER,
+    STOCK,
+    KernelSpeeds,
+    LayerShape,
+    SpeedTables,
+    TokenSpeeds,
+    kernel_for,
+)
 from tests.builders import (
     context,
     cpu_machine,
@@ -130,3 +139,92 @@ def test_of_the_formats_exactly_one_is_used(sections, wishes, converted):
     plan = make_plan(request(tiny_moe(), cpu_machine(), profile_with("aggressive", sections), wishes=wishes))
     names = ("fp8", "four_bit", "sparsity_24")
     assert [name for name in names if plan.decision(name).status is Status.ON] == [converted]
+
+
+KERNEL_HASH = "5" * 64
+QWEN_LAYER = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
+
+
+def measured(
+    weights: str, *rows: TokenSpeeds, shape: LayerShape = QWEN_LAYER, kernel_hash: str = KERNEL_HASH
+) -> KernelSpeeds:
+    return KernelSpeeds(
+        device="NVIDIA H100 80GB HBM3", weights=weights, shape=shape, kernel_hash=kernel_hash, vllm="0.26.0", rows=rows,
+        source="a record",
+    )  # fmt: skip
+
+
+MXFP4_TABLE = measured(
+    "mxfp4",
+    TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 20.0}),
+    TokenSpeeds(tokens=64, stock_us=100.0, ours_us={"direct": 160.0, "grouped-mxfp4_weights-n16": 140.0}),
+)
+
+
+def on_a_gpu(*tables: KernelSpeeds, profile: Any = None, pinned: Any = None, **changes: Any) -> Any:
+    """Return the plan's decisions for Qwen3-30B-A3B on one H100 whose CUDA kernels are built."""
+    installed = software("cuda", cuda_ops=("fused_experts", "flash_dmoe"))
+    kernels = dataclasses.replace(installed.kernels, cuda_sources=KERNEL_HASH)
+    installed = dataclasses.replace(installed, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+    ctx = context(
+        qwen3_30b_a3b(), gpus("h100_sxm", 1), profile or profile_with("balanced"),
+        wishes=ON | changes.pop("wishes", {}), software=installed, pinned=pinned or {}, **changes,
+    )  # fmt: skip
+    return decided_by(ctx, "parallelism", "fp8", "four_bit", "sparsity_24", "flash_dmoe", "tuned_configs").decided
+
+
+def test_on_a_gpu_the_plan_has_a_kernel_of_ours_for_every_number_of_tokens():
+    decisions = on_a_gpu()
+    assert (decisions["four_bit"].status, decisions["four_bit"].applier) == (Status.ON, Applier.PLUGIN)
+    experts = decisions["flash_dmoe"]
+    params = experts.params_as(FlashDmoeParams)
+    assert (experts.status, params.kernel, params.measure) == (Status.ON, "cuda", ())
+    assert set(params.dispatch) == {"mxfp4"}
+    used = [kernel_for(params.dispatch["mxfp4"], tokens) for tokens in (1, 8, 9, 100_000, ANY_NUMBER)]
+    assert used == ["direct", "direct", *3 * ["grouped-mxfp4_weights"]]
+    assert experts.vllm_args.value("--moe-backend") == "triton"
+    assert decisions["tuned_configs"].status is Status.OFF
+
+
+@pytest.mark.parametrize(
+    ("table", "taken"),
+    [
+        (MXFP4_TABLE, True),
+        (dataclasses.replace(MXFP4_TABLE, vllm="0.31.0"), True),
+        (dataclasses.replace(MXFP4_TABLE, kernel_hash="6" * 64), False),
+        (dataclasses.replace(MXFP4_TABLE, device="NVIDIA H200"), False),
+        (dataclasses.replace(MXFP4_TABLE, shape=dataclasses.replace(QWEN_LAYER, top_k=4)), False),
+        (dataclasses.replace(MXFP4_TABLE, weights="bf16"), False),
+    ],
+    ids=["same", "another vLLM", "other kernels", "another GPU", "another layer", "other weights"],
+)
+def test_a_table_of_these_kernels_on_this_layer_decides_whatever_it_compares_them_with(table, taken):
+    experts = on_a_gpu(table)["flash_dmoe"]
+    use = kernel_for(experts.params_as(FlashDmoeParams).dispatch["mxfp4"], 64)
+    assert use == ("grouped-mxfp4_weights-n16" if taken else "grouped-mxfp4_weights")
+    assert experts.evidence == (("a record",) if taken else ())
+
+
+def test_layers_that_stay_in_bf16_are_ours_where_that_was_measured_to_be_faster():
+    bf16 = measured("bf16", TokenSpeeds(tokens=1, stock_us=40.0, ours_us={"direct": 30.0}))
+    bf16 = dataclasses.replace(bf16, vllm="0.32.0")
+    kept = profile_with("balanced", {"four_bit": {"keep_bf16_layers": ["layers.0"]}})
+    dispatch = on_a_gpu(MXFP4_TABLE, bf16, profile=kept)["flash_dmoe"].params_as(FlashDmoeParams).dispatch
+    assert [kernel_for(dispatch["bf16"], tokens) for tokens in (1, 2)] == ["direct", STOCK]
+    assert set(on_a_gpu(MXFP4_TABLE, bf16)["flash_dmoe"].params_as(FlashDmoeParams).dispatch) == {"mxfp4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pinned": {"--enable-lora": ""}}, "--enable-lora"),
+        ({"pinned": {"--moe-backend": "cutlass"}}, "--moe-backend cutlass"),
+        ({"wishes": {"dual_batch_overlap": (Wish.ON, "flag --enable-dual-batch-overlap")}}, "dual_batch_overlap"),
+        ({"dtype": "float16"}, "bfloat16"),
+    ],
+    ids=["lora", "another backend", "overlap", "dtype"],
+)
+def test_what_our_kernels_do_not_compute_on_a_gpu_is_not_converted(changes, why):
+    decision = on_a_gpu(**changes)["four_bit"]
+    assert decision.status is Status.REFUSED
+    assert why in decision.reason
