@@ -7,8 +7,9 @@ The sides take turns in one run, so that what else the machine does meets all of
 turns' ratios. vLLM's CPU build keeps a core free by default: vllm_all_cores is the same with its threads on every core.
 A turn begins when the sides' processes are at rest: a worker of vLLM spins for a second after its last request.
 transformers runs one request after the other on the first `--one-by-one` of them, since its speed per token does not
-depend on how many there are, and all of them as one batch. `equal_tokens` is the share of greedy output tokens that are
-those of the first side. Prints JSON; --write stores it.
+depend on how many there are, and all of them as one batch. `cpu_ms_per_token` is the processor time of a side's
+processes, which other work on the machine changes less than wall time; waiting threads of vLLM spin, and count.
+`equal_tokens` is the share of greedy output tokens that are those of the first side. Prints JSON; --write stores it.
 """
 
 from __future__ import annotations
@@ -72,14 +73,16 @@ def main() -> None:
         for side, run in runs.items():
             run(given[side][:4])
         samples: dict[str, list[float]] = {side: [] for side in sides}
+        cpu: dict[str, list[float]] = {side: [] for side in sides}
         outputs: dict[str, Outputs] = {}
         for _ in range(args.turns):
             for side, run in runs.items():
                 _wait_until_at_rest()
-                started = time.perf_counter()
+                started, before = time.perf_counter(), _cpu_seconds()
                 outputs[side] = run(given[side])
-                spent = time.perf_counter() - started
-                samples[side].append(sum(count for _, count in given[side]) / spent)
+                tokens = sum(count for _, count in given[side])
+                samples[side].append(tokens / (time.perf_counter() - started))
+                cpu[side].append((_cpu_seconds() - before) * 1e3 / tokens)
                 print(side, round(samples[side][-1], 1), file=sys.stderr, flush=True)
     turns = {
         side: [ours / theirs for ours, theirs in zip(samples[sides[0]], samples[side], strict=True)] for side in sides
@@ -92,7 +95,9 @@ def main() -> None:
         "output_tokens_per_s": {side: round(statistics.median(found), 1) for side, found in samples.items()},
         "ratios": {f"{sides[0]} / {side}": round(statistics.median(turns[side]), 2) for side in sides[1:]},
         "equal_tokens": {side: round(_equal(outputs[sides[0]], outputs[side]), 4) for side in sides[1:]},
+        "cpu_ms_per_token": {side: round(statistics.median(found), 3) for side, found in cpu.items()},
         "samples": samples,
+        "cpu_ms_per_token_samples": cpu,
     }
     print(json.dumps(record))
     if args.write:
@@ -104,10 +109,16 @@ def _equal(want: Outputs, got: Outputs) -> float:
     return sum(one == other for one, other in pairs) / len(pairs)
 
 
+def _cpu_seconds() -> float:
+    """Return what this process and all below it have taken so far."""
+    this = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (this, *this.children(recursive=True)))
+
+
 def _wait_until_at_rest() -> None:
-    children, before = psutil.Process().children(recursive=True), -1.0
+    before = -1.0
     for _ in range(_LOOKS):
-        spent = sum(sum(child.cpu_times()[:2]) for child in children)
+        spent = _cpu_seconds()
         if spent - before <= _AT_REST_S:
             return
         before = spent
