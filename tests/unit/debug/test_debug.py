@@ -47,9 +47,8 @@ def make_comparison(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def test_every_operation_of_every_family_is_that_of_transformers(name: str, make_comparison: Any) -> None:
     steps = list(make_comparison(name).steps())
     assert [step for step in steps if not step.same] == []
-    assert {"embeddings", "layer 1: Q projection", "layer 1: causal mask", "layer 0: head 1", "logits"} <= {
-        step.name for step in steps
-    }
+    named = {"embeddings", "layer 1: Q projection", "layer 1: causal mask", "layer 0: head 1", "logits"}
+    assert named | {"layer 0: hidden state", "layer 1: hidden state"} <= {step.name for step in steps}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +68,14 @@ def test_a_changed_weight_is_named_by_its_operation(
     comparison = make_comparison(name)
     comparison.ours.get_parameter(parameter).data += 0.01
     assert next(step for step in comparison.steps() if not step.same).name == expected
+
+
+def test_a_layer_whose_operations_are_right_and_add_up_wrongly_is_named(make_comparison: Any) -> None:
+    comparison = make_comparison("qwen3_moe")
+    layer = comparison.ours.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda x, residual, *more: forward(x, 0.99 * residual, *more)
+    assert next(step for step in comparison.steps() if not step.same).name == "layer 1: hidden state"
 
 
 def test_a_value_that_is_no_number_differs(make_comparison: Any) -> None:
