@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from moe_optimizer.cli import engine_checks
-from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.check import Check, why_python_fails
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(engine_checks, "IMPORT", "pass")
     return names
 
 
@@ -45,6 +46,24 @@ def test_a_package_that_the_engine_lacks_is_named(installed: set[str], name: str
     check = checks()["embedded engine"]
     assert (check.status, name in check.detail) == ("note", True)
     assert "moe-optimizer[engine]" in (check.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("import no_such_module", "No module named 'no_such_module'"), ("import os; os.abort()", "SIGABRT")],
+)
+def test_packages_that_are_there_and_cannot_be_imported_are_a_note_with_the_reason(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    monkeypatch.setattr(engine_checks, "IMPORT", script)
+    check = checks()["embedded engine"]
+    assert (check.status, reason in check.detail) == ("note", True)
+    assert script in (check.hint or "")
+
+
+def test_the_import_that_is_tried_is_one_that_works() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    assert why_python_fails("-c", engine_checks.IMPORT) == ""
 
 
 @pytest.mark.parametrize(("module", "row"), [("triton", "triton"), ("flash_attn", "flash-attn")])
