@@ -199,8 +199,8 @@ def _four_bit(record: Any, label: str) -> list[float]:
 def _rungs(record: Any, label: str) -> list[float]:
     labels = ("naive loop", "KV cache", "batches that wait for their longest", "continuous batching", "chunked prefill",
               "prefix caching", "our expert kernel", "FP8 experts")  # fmt: skip
-    speeds = [rung["tokens_per_s"] for rung in record["rungs"]]
-    return [speeds[labels.index(label)], speeds[labels.index(label)] / speeds[0]]
+    rung = record["rungs"][labels.index(label)]
+    return [rung["tokens_per_s"], rung["tokens_per_s"] / record["rungs"][0]["tokens_per_s"], rung["peak_bytes"] / 1e6]
 
 
 def _largest_error(record: Any, *kernels: str) -> float:
