@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from moe_optimizer.cli.check import Check, why_python_fails
 from moe_optimizer.cli.package_checks import package_version
+from moe_optimizer.errors import UnsupportedError
 
 PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "jinja2")
 IMPORT = "import moe_optimizer.engine"
@@ -31,6 +32,17 @@ def engine_checks(*, has_gpu: bool) -> Iterator[Check]:
     if has_gpu:
         yield _triton()
         yield _flash_attention()
+
+
+def check_packages() -> None:
+    """Refuse to go on without them.
+
+    Raises:
+        UnsupportedError: names those that are missing.
+    """
+    absent = missing_packages()
+    if absent:
+        raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
 
 
 def missing_packages() -> list[str]:
