@@ -90,12 +90,12 @@ def main() -> int:
 
 def collect(models: list[str], data: dict[str, Any], path: Path) -> None:
     """Add AIConfigurator's estimates of every shape of a server and batch size."""
-    from aiconfigurator.cli import api  # type: ignore[import-not-found]
-    from aiconfigurator.sdk import perf_database  # type: ignore[import-not-found]
-    from aiconfigurator.sdk.backends.factory import get_backend  # type: ignore[import-not-found]
-    from aiconfigurator.sdk.config import RuntimeConfig  # type: ignore[import-not-found]
-    from aiconfigurator.sdk.inference_session import InferenceSession  # type: ignore[import-not-found]
-    from aiconfigurator.sdk.models import get_model  # type: ignore[import-not-found]
+    from aiconfigurator.cli import api
+    from aiconfigurator.sdk import perf_database
+    from aiconfigurator.sdk.backends.factory import get_backend
+    from aiconfigurator.sdk.config import RuntimeConfig
+    from aiconfigurator.sdk.inference_session import InferenceSession
+    from aiconfigurator.sdk.models import get_model
 
     for system in SYSTEMS:
         version = perf_database.get_latest_database_version(system=system, backend="vllm")
@@ -157,7 +157,7 @@ def inspect(model: str) -> ModelSpec:
 @cache
 def config_folder(model: str) -> Path:
     """Return a folder that holds AIConfigurator's copy of a model's config.json."""
-    import aiconfigurator_core  # type: ignore[import-not-found]
+    import aiconfigurator_core
 
     configs = Path(str(aiconfigurator_core.__file__)).parent / "model_configs"
     folder = Path(tempfile.mkdtemp())

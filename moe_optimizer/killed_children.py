@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -17,9 +18,9 @@ def report_killed_children() -> None:
     """Have multiprocessing report to stderr each child of this process that it finds killed."""
     poll = popen_fork.Popen.poll
 
-    def reporting(self: popen_fork.Popen, *args: int) -> int | None:
+    def reporting(self: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
         known = self.returncode
-        status = poll(self, *args)
+        status = poll(self, flag)
         if known is None and status is not None and status < 0:
             name = signal.Signals(-status).name
             if name in _FATAL:
@@ -27,4 +28,4 @@ def report_killed_children() -> None:
                 sys.stderr.flush()
         return status
 
-    popen_fork.Popen.poll = reporting  # type: ignore[method-assign]
+    popen_fork.Popen.poll = reporting

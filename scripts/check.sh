@@ -18,27 +18,15 @@ case "$what" in all | lint | quick | soak) ;; *) echo "check: got '$what', expec
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 [ "$what" = soak ] && { step pytest -s -n 0 -m soak; exit; }
-# pyright takes one core for about a minute: it runs beside the first tests, whose processes often wait.
-types="$(mktemp)"
-pyright --level error >"$types" 2>&1 &
-pyright=$!
-trap 'kill "$pyright" 2>/dev/null || true; rm -f "$types"' EXIT
-await_types() {
-  local status=0
-  wait "$pyright" || status=$?
-  printf '\n== pyright --level error\n'
-  cat "$types"
-  return "$status"
-}
 step ruff check .
 step ruff format --check .
 step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,launch}/*.* tests/unit/ops/emulation/*
 step lint-imports
-[ "$what" = lint ] && { await_types; exit; }
+step pyrefly check
+[ "$what" = lint ] && exit 0
 # The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Three workers for
 # the two cores of a small CI machine: a third uses the seconds in which one waits for its processes. A worker that is
 # done takes tests from another: else those of the launcher, which wait most, are the last of one worker alone.
 step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm
-await_types
 [ "$what" = quick ] && exit 0
 step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder tests/vllm

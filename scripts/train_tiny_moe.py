@@ -83,6 +83,7 @@ def train_folder(output: Path, sizes: dict[str, int], *, seed: int, steps: int, 
 
     vocabulary = tokenizer.train_tokenizer(file.text for file in train_files)
     end_of_text = vocabulary.token_to_id(tokenizer.END_OF_TEXT)
+    assert end_of_text is not None, "the tokenizer has no end of text"
     stream: list[int] = []
     for encoding in vocabulary.encode_batch(documents):
         stream += [*encoding.ids, end_of_text]

@@ -105,7 +105,7 @@ def make_case(
     dtype = torch.bfloat16 if fp8 is None else torch.float8_e4m3fn
     factor = 1 if fp8 is None else 16
     if mxfp4:
-        (w13, w13_scale), (w2, w2_scale) = (_random_mxfp4(*w.shape, g) for w in (w13, w2))
+        (w13, w13_scale), (w2, w2_scale) = (_random_mxfp4(w.shape, g) for w in (w13, w2))
         dtype, factor = torch.uint8, 1
     global_experts = experts if expert_map is None else expert_map.shape[0]
     fresh = [torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)]
@@ -127,8 +127,9 @@ def make_case(
     return Case(problem)
 
 
-def _random_mxfp4(experts: int, rows: int, columns: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def _random_mxfp4(shape: torch.Size, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Every code as likely, scales over a range of 2**6 such that products are about 1."""
+    experts, rows, columns = shape
     codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=g).to(torch.uint8)
     middle = 127 - 2 - round(math.log2(columns) / 2)
     exponents = middle + torch.randint(-5, 2, (experts, rows, columns // 32), generator=g)

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,7 +169,7 @@ def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[
     common = (batch.topk_weights, batch.topk_ids)
     scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
     exponents = {"w13_scale": weights.w13_exponents, "w2_scale": weights.w2_exponents}
-    layers = {
+    layers: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
         "bf16": (weights.w13, weights.w2, {}),
         "fp8": (weights.w13_fp8, weights.w2_fp8, scales),
         "mxfp4": (weights.w13_mxfp4, weights.w2_mxfp4, exponents),

@@ -307,15 +307,16 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     rates = {"bytes_per_s": ceilings["copy_bytes_per_s"], "flops_per_s": ceilings["bf16_flops_per_s"]}
     floors = [floor_us(shape, t, dtype=dtype, **rates) for t in inputs]
     floor = sum(floors) / len(floors)
+    medians = {name: summary(times) for name, times in samples.items()}
     record = {
         "shape": vars(shape), "dtype": dtype, "routing": routing, "tokens": tokens,
-        "floor_us": floor, "sides": {name: {**summary(times), "samples_us": times} for name, times in samples.items()},
+        "floor_us": floor, "sides": {name: {**medians[name], "samples_us": times} for name, times in samples.items()},
     }  # fmt: skip
     with (out / "timings.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
-    for name, side in record["sides"].items():
+    for name, side in medians.items():
         stock = "vllm gate+experts" if name.startswith("flash_dmoe") else "vllm"
-        ratio = f"{record['sides'][stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
+        ratio = f"{medians[stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
         print(f"{shape.name:18} {record['dtype']:5} {routing:7} {tokens:5d} {name:28} {side['median_us']:9.1f}"
               f" {floor / side['median_us']:6.0%} {ratio}", flush=True)  # fmt: skip
 

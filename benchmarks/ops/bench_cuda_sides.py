@@ -79,7 +79,7 @@ class Vllm:
         try:
             from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
         except ImportError:  # older: beside the experts
-            fused_topk = fused_moe.fused_topk  # pyright: ignore[reportAttributeAccessIssue]
+            fused_topk = fused_moe.fused_topk  # pyrefly: ignore[missing-attribute]
         self._topk = fused_topk
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:

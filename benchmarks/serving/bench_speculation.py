@@ -75,7 +75,8 @@ def prompts_of(count: int) -> list[list[int]]:
     """Return windows of the corpus in the model's tokens."""
     from transformers import AutoTokenizer
 
-    tokens = AutoTokenizer.from_pretrained(MODEL)(CORPUS.read_text(encoding="utf-8"))["input_ids"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    tokens = tokenizer(CORPUS.read_text(encoding="utf-8"))["input_ids"]
     step = (len(tokens) - PROMPT_TOKENS) // count
     return [tokens[i * step : i * step + PROMPT_TOKENS] for i in range(count)]
 

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(arguments)
     load_before, choice, begin = os.getloadavg()[0], random.Random(args.seed), time.monotonic()
     earlier = latest_record("soak_kills") if args.resume else None
-    before = {} if earlier is None else earlier
+    before: dict[str, Any] = {} if earlier is None else earlier
     killed, unharmed = Counter[str](before.get("killed", {})), Counter[str](before.get("ended_before", {}))
     checked, done_before = before.get("files_read_back", 0), killed.total()
     with tempfile.TemporaryDirectory() as folder:

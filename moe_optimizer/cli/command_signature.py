@@ -51,7 +51,7 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], messages.Output 
             return functools.partial(_run, function, kind(**values))
 
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([context, *parameters])  # pyrefly: ignore[missing-attribute]
         command.__annotations__ = {each.name: each.annotation for each in (context, *parameters)}
         command.__doc__, command.__name__ = function.__doc__, function.__name__
         return command

@@ -54,7 +54,7 @@ def _ask(plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
         was_disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)
         try:
-            from aiconfigurator.cli.api import cli_estimate  # type: ignore[import-not-found]
+            from aiconfigurator.cli.api import cli_estimate
 
             found = cli_estimate(
                 plan.model.path,

@@ -62,13 +62,13 @@ def effective_settings(settings: Settings, profile: Profile) -> dict[str, Settin
 
 def _profile_settings(section: Section, origin: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
     """Yield every setting of the profile; one that its file leaves out is a default."""
-    from pydantic import BaseModel
+    from moe_optimizer.yaml_model import Section
 
     for field in type(section).model_fields:
         value: Any = getattr(section, field)
         stated = origin if field in section.model_fields_set else "default"
-        if isinstance(value, BaseModel):
-            yield from _profile_settings(value, stated, f"{prefix}{field}.")  # type: ignore[arg-type]
+        if isinstance(value, Section):
+            yield from _profile_settings(value, stated, f"{prefix}{field}.")
         elif prefix or field not in ("name", "description"):
             yield prefix + field, Setting(list(value) if isinstance(value, tuple) else value, stated)
 

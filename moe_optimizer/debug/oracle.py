@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,5 +147,5 @@ def _asked(url: str, body: dict[str, Any] | None) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.load(response)
-    except (OSError, urllib.error.HTTPError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{url}: {error}", hint="is the server up, and is this its base URL?") from None

@@ -55,7 +55,7 @@ class Comparison:
 
         logging.disable_progress_bar()
         self._engine = engine
-        self.ours: Any = engine.executor.model  # type: ignore[attr-defined]
+        self.ours: Any = engine.executor.model  # pyrefly: ignore[missing-attribute]
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -110,7 +110,9 @@ class Comparison:
         name = f"layer {index}: "
         x = self.inputs[f"{at}.input_layernorm"]
         yield _step(f"{name}input norm", layer.input_layernorm(x), self.outputs[f"{at}.input_layernorm"])
-        projected = dict(zip("qkv", attention.qkv_proj(self.outputs[f"{at}.input_layernorm"]), strict=True))
+        projected: dict[str, Tensor] = dict(
+            zip("qkv", attention.qkv_proj(self.outputs[f"{at}.input_layernorm"]), strict=True)
+        )
         for letter, ours in projected.items():
             yield _step(f"{name}{letter.upper()} projection", ours, self.outputs[f"{at}.self_attn.{letter}_proj"])
             if letter != "v" and attention.qk_norm != "none":

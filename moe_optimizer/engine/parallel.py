@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  (documented; not in __all__)
+from torch.distributed import TCPStore  # documented; not in __all__
 
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.layers.ranks import Ranks

@@ -27,7 +27,7 @@ def load_tokenizer(folder: Path) -> Any:
         with open_regular(path):
             pass
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(
             f"tokenizer: got {str(folder)!r}, expected a folder with tokenizer.json: {str(error).splitlines()[0]}",

@@ -75,6 +75,7 @@ def parse_json_object(data: bytes, *, name: str, repeated: list[str] | None = No
 
 def kind_of(value: object) -> str:
     """Return the JSON name of a parsed value's type, for error messages."""
+    names: dict[type, str]
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 

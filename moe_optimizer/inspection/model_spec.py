@@ -115,6 +115,7 @@ def _described(decoder: Decoder, quantization: Quantization) -> Stored:
         moe = layer.experts
         routed = moe.routed_params if moe else 0
         attention_experts = layer.mixer.expert_params
+        parts: list[tuple[int, tuple[str, ...]]]
         parts = [(layer.mixer.params - attention_experts, ATTENTION), (layer.dense_params, DENSE)]
         if attention_experts:
             experts += quantization.stored_bytes(attention_experts, quantization.bits(ATTENTION, i, routed=True))

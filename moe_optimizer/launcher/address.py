@@ -51,7 +51,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, in
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError, OverflowError) as error:
         raise InputError(f"--host {host!r:.80}, port {port}: {getattr(error, 'strerror', None) or error}") from None
-    return family, address  # pyright: ignore[reportReturnType] - IPv6 has two more members
+    return family, address  # pyrefly: ignore[bad-return] - IPv6 has two more members
 
 
 def _check_free(family: socket.AddressFamily, address: tuple[str, int], host: str, port: int) -> None:

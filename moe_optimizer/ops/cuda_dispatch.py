@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_variants import NOT_RUN_WEIGHT_BITS, DirectVariant, Variant, choose_variant
+from moe_optimizer.ops.cuda_variants import MODES_OF_WEIGHT_BITS, DirectVariant, Variant, choose_variant
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.measured_variant import measured_variant
@@ -35,9 +35,23 @@ def why_unavailable(device: torch.device) -> str | None:
 
 def why_not(problem: CudaProblem, variant: Variant) -> str | None:
     """Return why the variant does not cover `problem`, or None where it does. Reads no device data."""
+    reason = _why_no_variant(problem)
+    if reason is not None:
+        return reason
+    try:
+        _load.kernels().cuda_layout(*problem.call(variant, 2), 0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _why_no_variant(problem: CudaProblem) -> str | None:
+    """Return why no variant covers `problem`, or None where one may."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
     sizes = problem.sizes
+    if sizes.weight_bits not in MODES_OF_WEIGHT_BITS:
+        return f"CUDA kernels take bfloat16, FP8 or MXFP4 weights, got {problem.w13.dtype}"
     if not (sizes.num_experts and sizes.top_k and sizes.hidden_size and sizes.intermediate_size):
         return (
             f"CUDA kernels need E, k, H and I above 0, got E={sizes.num_experts}, k={sizes.top_k}, "
@@ -51,10 +65,6 @@ def why_not(problem: CudaProblem, variant: Variant) -> str | None:
         misaligned = _misaligned(tensor)
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
-    try:
-        _load.kernels().cuda_layout(*problem.call(variant, 2), 0)
-    except ValueError as error:
-        return str(error)
     return None
 
 
@@ -83,11 +93,10 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
     if router is not None:
         tensors |= {"topk_weights": None, "topk_ids": None}
     problem = CudaProblem(**tensors, out=target, router=router)
-    variant = measured_variant(problem)
-    if variant is None:
-        if problem.sizes.weight_bits in NOT_RUN_WEIGHT_BITS:
-            return "the CUDA kernels for MXFP4 weights are compiled but have not run on a GPU: no speed table has them"
-        variant = choose_variant(problem.sizes)
+    reason = _why_no_variant(problem)
+    if reason is not None:
+        return reason
+    variant = measured_variant(problem) or choose_variant(problem.sizes)
     reason = why_not(problem, variant)
     if reason is not None:
         return reason

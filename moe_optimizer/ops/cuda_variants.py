@@ -42,8 +42,6 @@ MODES_OF_WEIGHT_BITS = {
     4: (GemmMode.MXFP4_WEIGHTS,),
 }
 """The modes that read weights of so many bits, those that keep the activations first."""
-NOT_RUN_WEIGHT_BITS = (4,)
-"""Weights whose kernels have not run on a GPU: nothing picks them but a measurement, or a caller by name."""
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _FROM_TOKENS = 4

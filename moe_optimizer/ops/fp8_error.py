@@ -34,8 +34,8 @@ def experts_output_error(
     """
     experts, hidden = w13.shape[0], w13.shape[2]
     top_k = min(_CHOICES, experts)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(CALIBRATION_TOKENS, hidden, generator=generator).to(w13.device, w13.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(CALIBRATION_TOKENS, hidden, generator=generator, device="cpu").to(w13.device, w13.dtype)
     slots = torch.arange(CALIBRATION_TOKENS * top_k, dtype=torch.int32, device=w13.device)
     topk_ids = (slots % experts).view(CALIBRATION_TOKENS, top_k)
     topk_weights = torch.full(topk_ids.shape, 1 / top_k, dtype=torch.float32, device=w13.device)

@@ -129,7 +129,7 @@ def _quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         scaled = torch.ldexp(magnitudes, -exponent.unsqueeze(-1))
         codes = torch.bucketize(scaled, boundaries, out_int32=True)
         # Relative to the group's largest: the squares of very small and very large weights keep to float32's range.
-        error = torch.ldexp(table[codes] - scaled, torch.tensor(candidate)).square().sum(-1)
+        error = ((table[codes] - scaled) * 2.0**candidate).square().sum(-1)
         better = (error < best_error) & (largest > 0)
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, exponent.int() + _ONE_SCALE, best_scale)

@@ -9,11 +9,15 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import UNJUDGED, Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import FourBitParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import why_converted_already, why_not_for_converted_weights
 from moe_optimizer.specs.expert_formats import MXFP4_BITS, MXFP4_GROUP
 from moe_optimizer.specs.quantity import bytes_in_words
 
-_RECORD = "benchmarks/records/2026-11-23_epyc_four_bit.json"
+_RECORDS = {
+    "cpu": "benchmarks/records/2026-11-23_epyc_four_bit.json",
+    "cuda": "benchmarks/records/2026-11-23_h100_mxfp4_experts.json",
+}
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
@@ -27,8 +31,8 @@ class FourBit(OptimizationPass):
     name = "four_bit"
     flag = "four-bit"
     title = "experts in four bits (MXFP4)"
-    limits = "unquantised experts on vLLM's CPU build, through our kernel; the output changes"
-    no_gain = "the kernel reads fewer bytes on the CPU alone"
+    limits = "unquantised experts, through our kernels; on GPUs Hopper, BF16 activations; the output changes"
+    no_gain = "the model has no experts"
     needs_experts = True
 
     def why_not(self, ctx: PlanContext) -> str:
@@ -36,8 +40,8 @@ class FourBit(OptimizationPass):
         model = ctx.model
         if model.quant_method is not None:
             return f"needs unquantised expert weights to convert, found {model.quant_method}"
-        if ctx.device != "cpu":
-            return "neither our CUDA kernels for four bits nor vLLM's own conversion to them has run on a GPU"
+        if load_balancer_runs(ctx):
+            return "vLLM's EPLB was never run on experts in four bits (expert_placement)"
         given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
         if given is not None:
             return f"{given} {ctx.pinned.value(given)} is given after -- and decides"
@@ -56,7 +60,7 @@ class FourBit(OptimizationPass):
 
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how many times fewer expert bytes a decode step reads."""
-        if ctx.device != "cpu" or not ctx.model.is_moe:
+        if not ctx.model.is_moe:
             return None
         whole = 8 * DTYPE_BYTES[ctx.dtype]
         to_bits = _stored_bits(ctx, _excluded_layers(ctx))
@@ -78,7 +82,7 @@ class FourBit(OptimizationPass):
             f"four bits a weight and a power of two per {MXFP4_GROUP}, converted layer by layer while loading"
             f"{_found_while_loading(ctx, section.max_layer_error, bits)}; the output changes, and {UNJUDGED}",
             Applier.PLUGIN,
-            evidence=(_RECORD,),
+            evidence=(_RECORDS[ctx.device],),
             gain=self.gain(ctx),
             params=FourBitParams(
                 weight_format=section.format,

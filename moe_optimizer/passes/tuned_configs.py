@@ -18,6 +18,7 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import converted_format
 from moe_optimizer.plan_context.triton_config import triton_scheme, triton_shape, user_config
 from moe_optimizer.specs.kernel_speeds import STOCK, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
@@ -53,6 +54,9 @@ class TunedConfigs(OptimizationPass):
         """Needs experts, a GPU, a dtype whose file name is known, and a vLLM to look into."""
         if ctx.device == "cpu":
             return "Triton configurations are for GPUs"
+        converted = converted_format(ctx)
+        if converted:
+            return f"the experts are converted to {converted}, which Triton's kernel does not read"
         if triton_scheme(ctx) is None:
             given = ctx.pinned.value("--quantization")
             found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"

@@ -9,6 +9,13 @@ OP = "fused_experts"
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_DATA_PARALLEL = "does not run under data parallelism"
 """What the plugin's experts class says of itself on the CPU build."""
+_CUDA_DTYPES = ("bfloat16",)
+_PINNED_ON_GPUS = {
+    "--moe-backend": ("auto", "triton"),
+    "--enable-lora": ("false",),
+    "--all2all-backend": ("allgather_reducescatter",),
+}
+"""Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
 _ACTIVATIONS = ("silu", "swiglu")
 _MAX_EXPERTS = 1024
 _MAX_TOP_K = 32
@@ -55,14 +62,28 @@ def why_not_built(ctx: PlanContext) -> str:
     return ""
 
 
+def why_not_beside_triton(ctx: PlanContext) -> str:
+    """Return why our kernels cannot take the place of vLLM's Triton on GPUs, whatever the weights are, or ""."""
+    if ctx.dtype not in _CUDA_DTYPES:
+        return f"needs bfloat16 on GPUs, found {ctx.dtype}"
+    if ctx.wish("dual_batch_overlap")[0] is Wish.ON:
+        return "dual_batch_overlap needs DeepEP, which hands over tokens as the kernel does not read them"
+    for flag, fitting in _PINNED_ON_GPUS.items():
+        value = ctx.pinned.value(flag)
+        if value not in (None, *fitting):
+            return f"needs vLLM's Triton experts beside it, found {f'{flag} {value}'.strip()} after --"
+    return ""
+
+
 def why_not_for_converted_weights(ctx: PlanContext) -> str:
-    """Return why experts in a format of ours (FP8, four bits, pruned) cannot be served on the CPU, or "": no other
-    kernel there reads them, so flash_dmoe must be on.
+    """Return why experts in a format of ours (FP8 on the CPU, four bits, pruned) cannot be served, or "": no other
+    kernel reads them, so flash_dmoe must be on.
     """
     wish, origin = ctx.wish("flash_dmoe")
     if wish is Wish.OFF:
         return f"needs our expert kernel to read the weights, and flash_dmoe is switched off by {origin}"
-    return why_model_does_not_fit(ctx) or why_not_built(ctx)
+    fits = why_model_does_not_fit(ctx) or why_not_built(ctx)
+    return fits if ctx.device == "cpu" else fits or why_not_beside_triton(ctx)
 
 
 def converting(ctx: PlanContext) -> Decision | None:

@@ -15,6 +15,7 @@ from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import why_model_does_not_fit, why_not_built
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
+from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
 
 _SHOWN = 5
@@ -94,11 +95,11 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
 
 
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
-    """Return what the search is asked; weights that FP8 will convert count as converted."""
+    """Return what the search is asked; weights that FP8 or four bits will convert count as converted."""
     model, request = ctx.model, ctx.request
     stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
-    converts = _will_convert(ctx)
-    bits = _FP8_BITS if converts else stored
+    converted = _converted_bits(ctx)
+    expert_bits, linear_bits = (stored, stored) if converted is None else converted
     load = request.expert_load
     return LayoutQuestion(
         memory=ctx.memory_request(
@@ -106,7 +107,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
             max_num_seqs=min(ctx.workload.batch_size, STEP_TOKENS),
             max_model_len=ctx.workload.input_tokens + ctx.workload.output_tokens,
             kv_bits=cache_bits(ctx, cache_dtype(ctx)),
-            **({"expert_bits": _FP8_BITS, "linear_bits": _FP8_BITS} if converts else {}),
+            **({"expert_bits": expert_bits, "linear_bits": linear_bits} if converted else {}),
         ),
         gpu=ctx.gpu,
         gpus_per_machine=ctx.num_gpus,
@@ -116,9 +117,9 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         input_tokens=ctx.workload.input_tokens,
         output_tokens=ctx.workload.output_tokens,
         max_running=ctx.workload.batch_size,
-        expert_bits=bits,
-        linear_bits=bits,
-        weights=_stored_experts(ctx, converts=converts),
+        expert_bits=expert_bits,
+        linear_bits=linear_bits,
+        weights=_stored_experts(ctx, converted),
         speeds=ctx.software.kernel_speeds,
         our_kernels=_ours(ctx),
         load=None if load is None else load.placed_by.load,
@@ -127,19 +128,25 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
     )
 
 
-def _will_convert(ctx: PlanContext) -> bool:
-    """Return whether the weights are served in FP8 although they are stored in 16 bits."""
+def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
+    """Return the bits of expert and other weights that are stored in 16 bits and converted; None: they are not."""
     if ctx.model.quant_method is not None:
-        return False
+        return None
     if "fp8" in (ctx.pinned.value("--quantization") or ""):
-        return True
-    return ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8") and ctx.wish("sparsity_24")[0] is Wish.OFF
+        return _FP8_BITS, _FP8_BITS
+    if ctx.wish("sparsity_24")[0] is not Wish.OFF:
+        return None
+    if ctx.wish("four_bit")[0] is Wish.ON and not (ctx.is_asked_by_flag("fp8") and ctx.wish("fp8")[0] is Wish.ON):
+        return MXFP4_BITS, DTYPE_BYTES[ctx.dtype] * 8
+    return (_FP8_BITS, _FP8_BITS) if ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8") else None
 
 
-def _stored_experts(ctx: PlanContext, *, converts: bool) -> str:
+def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> str:
     """Return how the tables of kernel speeds call the experts' weights; "" where they have none."""
-    if converts or ctx.model.expert_format == "fp8":
-        return "fp8_block" if ctx.model.weight_block is not None or converts else "fp8_channel"
+    if converted is not None and converted[0] == MXFP4_BITS:
+        return MXFP4
+    if converted is not None or ctx.model.expert_format == "fp8":
+        return "fp8_block" if ctx.model.weight_block is not None or converted is not None else "fp8_channel"
     return {"bfloat16": "bf16", "float16": "fp16"}.get(ctx.dtype, "") if ctx.model.expert_format == "dtype" else ""
 
 

@@ -48,7 +48,7 @@ def triton_shape(ctx: PlanContext) -> TritonShape:
     """Return what vLLM will look for."""
     model, devices = ctx.model, ctx.parallelism.num_devices
     placement = ctx.params(ExpertPlacementParams)
-    experts = model.num_experts + ((placement and placement.num_redundant_experts) or 0)
+    experts = model.num_experts + ((placement.num_redundant_experts or 0) if placement else 0)
     slices = 1 if ctx.parallelism.expert_parallel else devices
     width, scheme = model.moe_intermediate_size // slices, triton_scheme(ctx)
     assert scheme is not None, "no file name is known for these experts"

@@ -9,6 +9,8 @@ STOCK = "stock"
 """What dispatch tables and proofs call vLLM's own kernel: the one that computes beside ours on the same weights."""
 STOCK_BACKENDS = {"cuda": "triton", "cpu": "cpu"}
 """What vLLM calls that kernel among its MoE backends, on GPUs and on its CPU build."""
+ANY_NUMBER = 1 << 30
+"""Of tokens: more than any forward has."""
 MARGIN = 0.02
 """Chosen: a kernel of ours is used where it takes at least 2 % less than vLLM's. Below that the order of two medians
 changes from run to run (benchmarks/records)."""
@@ -173,6 +175,29 @@ def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tupl
     if merged and merged[-1].use == STOCK:
         merged.pop()
     return tuple(merged)
+
+
+def fastest_ranges(rows: Sequence[TokenSpeeds]) -> tuple[TokenRange, ...]:
+    """Return which kernel of ours to use for every number of tokens, where vLLM's cannot compute.
+
+    Between two measured numbers it is the fastest at the upper one of those measured at both; above the last it is that
+    of the last.
+    """
+    chosen: list[TokenRange] = []
+    lower: TokenSpeeds | None = None
+    for row in rows:
+        both = row.ours_us if lower is None else {use: us for use, us in row.ours_us.items() if use in lower.ours_us}
+        if row.tokens > 1:
+            chosen.append(TokenRange(up_to=row.tokens - 1, use=_fastest(both or row.ours_us)))
+        chosen.append(TokenRange(up_to=row.tokens, use=_fastest(row.ours_us)))
+        lower = row
+    chosen.append(TokenRange(up_to=ANY_NUMBER, use=chosen[-1].use))
+    return tuple(each for each, after in zip(chosen, [*chosen[1:], None], strict=True)
+                 if after is None or after.use != each.use)  # fmt: skip
+
+
+def _fastest(times: Mapping[str, float]) -> str:
+    return min(times, key=lambda use: times[use])
 
 
 def _winner(row: TokenSpeeds, margin: float, *, also_at: TokenSpeeds | None = None) -> str:

@@ -207,5 +207,5 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             then(module)
 
         # On the instance: the loader belongs to this one module.
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module
         return spec

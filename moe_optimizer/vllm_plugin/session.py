@@ -229,7 +229,7 @@ class PluginSession:
             layer.calls_by_kernel[kernel] = layer.calls_by_kernel.get(kernel, 0) + 1
         for entry in known.entries:
             if not entry.ran:
-                entry.ran = all(each.calls for each in entry.layers)
+                entry.ran = all(each.calls or each.why_plain for each in entry.layers)
         self.writer.touch()
 
     def called_stock(self, address: int) -> None:

@@ -34,7 +34,7 @@ def evaluate(folder: Path, *, max_windows: int | None = None, context_length: in
     """
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     text = (folder / "heldout.txt").read_bytes().decode("utf-8")
     token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)

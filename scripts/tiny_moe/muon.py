@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
         """Apply the gradients in `.grad`. No closure: the loss is evaluated once per step."""
         assert closure is None
         for group in self.param_groups:

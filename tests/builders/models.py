@@ -208,7 +208,7 @@ def gpt_oss_120b() -> ModelSpec:
 
 def tiny_moe(**changes: Any) -> ModelSpec:
     """Return the bundled model as the inspector reads it, at a path that is the same on every machine."""
-    facts = {"path": "/models/tiny-moe", "servable": True, "servable_reason": ""}
+    facts: dict[str, Any] = {"path": "/models/tiny-moe", "servable": True, "servable_reason": ""}
     return dataclasses.replace(_inspected_tiny_moe(), **(facts | changes))
 
 

@@ -94,7 +94,7 @@ def test_leaving_a_stream_frees_its_blocks(llm: AsyncLLM) -> None:
     async def leave() -> None:
         stream = llm.generate([1, 2, 3], params(50, **DELTA))
         await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         # The abort is carried out before what is asked for later.
         await llm.get_output([1], params(1))
 
@@ -131,7 +131,7 @@ def test_a_failing_engine_ends_every_request() -> None:
     def fail(step: object) -> Any:
         raise RuntimeError("the device is gone")
 
-    engine.executor.execute = fail  # type: ignore[method-assign]
+    engine.executor.execute = fail
     with pytest.raises(ServerFailedError, match="is gone"):
         asyncio.run(llm.get_output([1], params(5)))
     with pytest.raises(ServerFailedError):
@@ -143,7 +143,7 @@ def test_out_of_memory_names_what_to_lower() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     engine = paper_engine()
-    engine.executor.execute = fail  # type: ignore[method-assign]
+    engine.executor.execute = fail
     engine.add_request("0", [1], params(5))
     with pytest.raises(DoesNotFitError) as error:
         engine.step()
@@ -164,7 +164,7 @@ def test_a_thousand_streams_with_random_departures_lose_nothing() -> None:
         async for output in stream:
             token_ids += output.outputs[0].token_ids
             if leaves_after is not None and len(token_ids) >= leaves_after:
-                await stream.aclose()  # type: ignore[attr-defined]
+                await stream.aclose()
                 break
         want = expected_output(prompt, 20, 0)
         return token_ids == (want if leaves_after is None else want[: len(token_ids)])

@@ -65,7 +65,7 @@ def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[
 
 def test_a_width_beyond_the_reported_logprobs_is_refused() -> None:
     with pytest.raises(InputError, match="beam_width"):
-        BeamSearchParams(beam_width=51, max_tokens=3)
+        BeamSearchParams(beam_width=51, max_tokens=3)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_prompt_that_reaches_the_context_before_the_others_keeps_its_beams(tiny_model: Callable[..., Path]) -> None:

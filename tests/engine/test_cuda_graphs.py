@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -46,10 +46,11 @@ class Graph:
     """A graph that runs its function again."""
 
     replays = 0
+    again: Callable[[], Any]
 
     def replay(self) -> None:
         Graph.replays += 1
-        self.again()  # type: ignore[attr-defined]
+        self.again()
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_slow_start_names_what_makes_it_faster(
 ) -> None:
     engine = LLMEngine(EngineArgs(model=str(TINY_MOE), dtype="float32", device="cpu", num_gpu_blocks_override=8))
     assert isinstance(engine.executor, ModelRunner)
-    engine.executor.model = compute  # type: ignore[assignment]
+    engine.executor.model = compute  # pyrefly: ignore[bad-assignment]
     clock = itertools.count(0, 60)
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     with caplog.at_level("WARNING"):

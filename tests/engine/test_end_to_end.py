@@ -30,7 +30,7 @@ def reference() -> dict[str, list[int]]:
     """What transformers generates, one prompt at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_MOE)
     tokens = {}
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt)])

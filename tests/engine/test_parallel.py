@@ -38,7 +38,13 @@ def _imported_once() -> Iterator[None]:
 
 
 def generate(folder: Path, **arguments: Any) -> list[list[int]]:
-    values = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, **arguments}
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "num_gpu_blocks_override": 32,
+        "max_num_seqs": 4,
+        **arguments,
+    }
     engine = LLMEngine(EngineArgs(model=str(folder), skip_tokenizer_init=True, **values))
     try:
         for number, prompt in enumerate(PROMPTS):

@@ -79,7 +79,8 @@ def test_the_scheduler() -> None:
         """No batching: the next request starts when the one before has finished."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "max_num_seqs": 1})
+            options["max_num_seqs"] = 1
+            super().__init__(*arguments, **options)
 
     scheduler = OneByOne(BlockManager(16, block_size=4), max_num_seqs=4, max_num_batched_tokens=64)
     swapped = LLMEngine(

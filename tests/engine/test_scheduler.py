@@ -174,6 +174,6 @@ def test_broken_books_are_noticed() -> None:
     engine = paper_engine()
     engine.add_request("0", [1, 2, 3], params(5))
     engine.step()
-    engine.scheduler.blocks.blocks[0].ref_count += 1  # type: ignore[attr-defined]
+    engine.scheduler.blocks.blocks[0].ref_count += 1
     with pytest.raises(AssertionError, match="reference counts"):
         engine.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ MXFP4_WEIGHTS = GroupedVariant(GemmMode.MXFP4_WEIGHTS)
 
 def on_gpu(case: Case) -> Case:
     """The same inputs on the GPU."""
-    moved = {}
+    moved: dict[str, Any] = {}
     for item in fields(CudaProblem):
         value = getattr(case.problem, item.name)
         moved[item.name] = value.cuda() if isinstance(value, Tensor) else value

@@ -72,7 +72,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     monkeypatch.setattr(EngineConfig, "resolve", staticmethod(resolve))
 
     def make(name: str, *, sampler: Any = None, **arguments: Any) -> LLMEngine:
-        values = {"dtype": "float32", "max_num_seqs": 16, "num_gpu_blocks_override": 256, **arguments}
+        values: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "num_gpu_blocks_override": 256, **arguments}
         engine = LLMEngine(
             EngineArgs(model=name, load_format="dummy", skip_tokenizer_init=True, **values), sampler=sampler
         )
@@ -100,7 +100,13 @@ def prompts(count: int, *, seed: int = 1) -> list[list[int]]:
 
 def generate(engine: LLMEngine, several: list[list[int]], **arguments: Any) -> list[list[list[int]]]:
     """The token ids of every sample of every prompt, all computed together."""
-    values = {"temperature": 0.0, "max_tokens": OUTPUTS, "ignore_eos": True, "detokenize": False, **arguments}
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "max_tokens": OUTPUTS,
+        "ignore_eos": True,
+        "detokenize": False,
+        **arguments,
+    }
     for number, prompt in enumerate(several):
         engine.add_request(str(number), prompt, SamplingParams(**values))
     found: dict[str, list[list[int]]] = {}
@@ -375,7 +381,11 @@ def test_the_cache_leaves_the_memory_that_was_not_given(make_engine: Any) -> Non
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_two_gpus_give_the_tokens_of_one(whole_experts: bool, tmp_path: Path) -> None:
-    values = {**MODELS["experts"], "vocab_size": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    values: dict[str, Any] = {
+        **MODELS["experts"],
+        "vocab_size": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -402,7 +412,7 @@ def test_two_gpus_give_the_tokens_of_one(whole_experts: bool, tmp_path: Path) ->
 def test_a_prompt_has_the_logits_of_transformers(name: str, dtype: Any, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {**MODELS[name], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    values: dict[str, Any] = {**MODELS[name], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     torch.manual_seed(0)
     config = AutoConfig.for_model(values.pop("model_type"), **values, initializer_range=0.1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

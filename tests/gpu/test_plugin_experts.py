@@ -109,10 +109,11 @@ class Layer:
 
 
 def _dense(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(  # type: ignore[return-value]
+    w13, w2 = (
         torch.stack([reference.dequantize(weight, scale, expert, torch.float32) for expert in range(weight.shape[0])])
         for weight, scale in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale))
     )
+    return w13, w2
 
 
 def make_layer(shape: tuple[int, int, int, int], *, fp8: bool, apart: bool = False) -> Layer:

@@ -29,7 +29,7 @@ SELECTIONS = {
 @pytest.fixture(autouse=True)
 def sizes_may_depend_on_data() -> Iterator[None]:
     torch.compiler.reset()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # pyright: ignore[reportPrivateImportUsage]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,17 +29,17 @@ def visible_experts(num_experts: int) -> tuple[Tensor, Tensor]:
     return w13, w2
 
 
-def routed_weights(router_logits: Tensor, **gate: object) -> Tensor:
+def routed_weights(router_logits: Tensor, **gate: Any) -> Tensor:
     """The weight [T, E] with which the compiled layer uses each expert."""
     tokens, num_experts = router_logits.shape
     w13, w2 = visible_experts(num_experts)
     x = torch.zeros(tokens, num_experts)
     x[:, 0] = 1.0
-    return flash_dmoe(x, router_logits, w13, w2, **gate)  # pyright: ignore[reportArgumentType]
+    return flash_dmoe(x, router_logits, w13, w2, **gate)
 
 
-def expected_weights(router_logits: Tensor, **gate: object) -> Tensor:
-    weights, ids = topk_router(router_logits, **gate)  # pyright: ignore[reportArgumentType]
+def expected_weights(router_logits: Tensor, **gate: Any) -> Tensor:
+    weights, ids = topk_router(router_logits, **gate)
     return torch.zeros(router_logits.shape).scatter_add_(1, ids.long(), weights)
 
 
@@ -180,9 +182,15 @@ def test_registered_ops_pass_opcheck() -> None:
 )
 def test_a_broken_contract_names_what_got_and_expected(changes: dict[str, object], message: str) -> None:
     case = make_case(3)
-    arguments = {"x": case.x, "router_logits": torch.zeros(3, 8), "w13": case.w13, "w2": case.w2, "top_k": 2} | changes
+    arguments: dict[str, Any] = {
+        "x": case.x,
+        "router_logits": torch.zeros(3, 8),
+        "w13": case.w13,
+        "w2": case.w2,
+        "top_k": 2,
+    } | changes
     with pytest.raises(TensorContractError, match=message):
-        flash_dmoe(**arguments)  # pyright: ignore[reportArgumentType]
+        flash_dmoe(**arguments)
 
 
 @pytest.mark.parametrize(

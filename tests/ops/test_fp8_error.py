@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -65,7 +67,7 @@ def test_there_are_tokens_for_every_expert_of_the_largest_models() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
-def test_a_slice_of_a_tensor_parallel_rank_is_as_good_as_the_whole(granularity: str) -> None:
+def test_a_slice_of_a_tensor_parallel_rank_is_as_good_as_the_whole(granularity: Literal["block", "channel"]) -> None:
     # Two ranks with half of the width each: gate rows, up rows and down columns. Blocks start anew in each slice, and
     # 96 is no multiple of 128, so they are others than those of the whole matrix.
     generator = torch.Generator().manual_seed(3)
@@ -80,7 +82,7 @@ def test_a_slice_of_a_tensor_parallel_rank_is_as_good_as_the_whole(granularity: 
     for rank in range(2):
         half = slice(rank * width // 2, (rank + 1) * width // 2)
         w13_rank = torch.cat([w13[:, :width][:, half], w13[:, width:][:, half]], dim=1)
-        (q13, s13), (q2, s2) = (quantize_fp8(w, granularity=granularity) for w in (w13_rank, w2[:, :, half]))  # pyright: ignore[reportArgumentType]
+        (q13, s13), (q2, s2) = (quantize_fp8(w, granularity=granularity) for w in (w13_rank, w2[:, :, half]))
         total += reference.fused_experts(x, q13, q2, weights, ids, w13_scale=s13, w2_scale=s2)
     assert float((total - exact).norm() / exact.norm()) < 0.07
 

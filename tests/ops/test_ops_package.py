@@ -38,4 +38,4 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     import moe_optimizer.ops as ops
 
     with pytest.raises(AttributeError, match="no attribute 'fused_expert'"):
-        _ = ops.fused_expert  # pyright: ignore[reportAttributeAccessIssue]
+        _ = ops.fused_expert  # pyrefly: ignore[missing-attribute]

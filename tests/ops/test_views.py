@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,9 @@ def test_parts_of_larger_tensors_give_the_same_bits(
     case = make_case(tokens, hidden, width, experts=3, dtype=dtype, seed=seed)
     case = quantized(case, scales) if scales else case
     want = case.kernel()
-    parts = {name: inside(getattr(case, name), gap)[1] for name, gap in zip(("x", "w13", "w2"), gaps, strict=False)}
+    parts: dict[str, Any] = {
+        name: inside(getattr(case, name), gap)[1] for name, gap in zip(("x", "w13", "w2"), gaps, strict=False)
+    }
     whole, out = inside(torch.zeros_like(want), gaps[3])
     replace(case, **parts).kernel(out=out)
     assert torch.equal(out, want)

@@ -25,8 +25,8 @@ def test_each_message_begins_with_our_name_and_is_written_once(monkeypatch: pyte
     configure_inside_vllm()
     configure_inside_vllm()
     # As vLLM does later, to name the process in each line.
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
     get_logger("moe_optimizer.vllm_plugin.session").warning("not %s", "applied")
     get_logger("moe_optimizer.vllm_plugin.session").info("done")
-    written = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert written.splitlines() == ["moe-optimizer WARNING: not applied", "moe-optimizer INFO: done"]
+    assert stderr.getvalue().splitlines() == ["moe-optimizer WARNING: not applied", "moe-optimizer INFO: done"]

@@ -25,21 +25,31 @@ RANGES = tuple(
 
 
 def activated(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, required: bool = False
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, required: bool = False, **others: Any
 ) -> PluginSession:
+    """Make a plan with our kernels on this process's own.
+
+    Args:
+        run_dir: gets the proof.
+        monkeypatch: ends it with the test.
+        dispatch: weights -> which kernel for how many tokens.
+        required: the plan requires our kernels.
+        others: further passes that are on -> their parameters.
+    """
     from moe_optimizer.vllm_plugin import session as sessions
 
     own_session(monkeypatch)
     plan = tiny_plan()
+    params = {PASS: FlashDmoeParams(kernel="cuda", dispatch=dispatch), **others}
     decisions = tuple(
         dataclasses.replace(
             each,
             status=Status.ON,
             applier=Applier.PLUGIN,
-            required=required,
-            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch),
+            required=required and each.pass_name == PASS,
+            params=params[each.pass_name],
         )
-        if each.pass_name == PASS
+        if each.pass_name in params
         else each
         for each in plan.decisions
     )

@@ -46,7 +46,7 @@ def parse() -> Callable[[Sequence[str]], Any]:
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports] - 0.26
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyrefly: ignore[missing-import] - 0.26
     parser = make_arg_parser(FlexibleArgumentParser())
 
     def parse(arguments: Sequence[str]) -> Any:

@@ -3,8 +3,6 @@
 Legend: T tokens, H query heads, K key/value heads, R query heads for each, d head size, B blocks, S block size.
 """
 
-# pyright: reportIndexIssue=false
-# (A kernel is launched as kernel[grid](arguments), and its stub is unknown without Triton.)
 # Names in kernels: M rows of a tile (R heads of each of its tokens), N keys read at a time, D = d rounded up.
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class ApiRequest(BaseModel):
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
         asked = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return SamplingParams(**{**recommended, **asked, **values, "output_kind": kind})
+        fields: dict[str, Any] = {**recommended, **asked, **values, "output_kind": kind}
+        return SamplingParams(**fields)
 
 
 class CompletionRequest(ApiRequest):

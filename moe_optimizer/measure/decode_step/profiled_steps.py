@@ -88,14 +88,15 @@ def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
 
 def _engine(request: StepsRequest) -> Any:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    parser = make_arg_parser(FlexibleArgumentParser())
-    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(
-        ["--model", request.model, *request.serve_args]
-    )))  # fmt: skip
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # 0.26
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyrefly: ignore[missing-import]
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", request.model, *request.serve_args])
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
 
 
 def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:

@@ -90,8 +90,8 @@ class MeasuredLayer:
             size = {"fp8_block": blocks, "fp8_channel": (experts, rows, 1), "fp8_tensor": (experts,)}[kind]
             scales.append(torch.ones(size, dtype=torch.float32, device=self.device))
         self.w13, self.w2 = (weight.to(torch.float8_e4m3fn) for weight in (self.w13, self.w2))
-        self.scales = tuple(scales)
-        self.quant_config = fp8_w8a8_moe_quant_config(*scales, **self.quantisation)
+        self.scales = w13_scale, w2_scale = tuple(scales)
+        self.quant_config = fp8_w8a8_moe_quant_config(w13_scale, w2_scale, **self.quantisation)
 
     @property
     def quantisation(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def check_task_names(tasks: Sequence[str]) -> None:
 
 def look_up(request: NamesRequest, on_step: OnStep) -> int:
     """Look each name up in the harness's index; return how many it has."""
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager
 
     on_step(0.0, "names of tasks")
     known = frozenset(TaskManager().all_tasks)

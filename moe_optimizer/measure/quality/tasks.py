@@ -113,7 +113,7 @@ def answer_tasks(
 
 def ask(request: TaskRequest, on_step: OnStep) -> int:
     """Ask all questions and write the answers; return how many there were."""
-    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval import simple_evaluate
 
     on_step(0.0, f"tasks {', '.join(request.tasks)}")
     found: Any = simple_evaluate(

@@ -336,19 +336,8 @@ class _Search:
     ) -> None:
         if reason is None:
             reason = found.failed or ("wins" if found.is_win else f"does not win: {found.word}")
-        self._entries.append(
-            Entry(
-                step=step,
-                what=what,
-                against=str(against),
-                kept=kept,
-                reason=reason,
-                score=median_score(outcome.ours),
-                seconds=outcome.seconds,
-                **found.fields,
-                **facts,
-            )
-        )
+        facts = {**found.fields, **facts, "score": median_score(outcome.ours), "seconds": outcome.seconds}
+        self._entries.append(Entry(step=step, what=what, against=str(against), kept=kept, reason=reason, **facts))
 
     def _note(self, step: Step, what: str, *, kept: bool, reason: str, **facts: Any) -> None:
         self._entries.append(Entry(step=step, what=what, against="", kept=kept, reason=reason, **facts))

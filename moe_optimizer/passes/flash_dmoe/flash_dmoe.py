@@ -9,7 +9,13 @@ from typing import Any
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.flash_dmoe import backend_choice as peers
 from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
-from moe_optimizer.passes.flash_dmoe.questions import found_tables, open_questions, questions, stored_weights
+from moe_optimizer.passes.flash_dmoe.questions import (
+    found_tables,
+    open_questions,
+    questions,
+    stored_weights,
+    table_of_converted,
+)
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
@@ -22,18 +28,12 @@ from moe_optimizer.plan_context.expert_kernel import (
     OP,
     converted_format,
     why_model_does_not_fit,
+    why_not_beside_triton,
     why_not_built,
 )
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, fastest_ranges, never_slower
 
 _CALIBRATE_HINT = "`moe-optimizer serve` (--calibrate) or `moe-optimizer measure speeds` measures it"
-_CUDA_DTYPES = ("bfloat16",)
-_PINNED_ON_GPUS = {
-    "--moe-backend": ("auto", "triton"),
-    "--enable-lora": ("false",),
-    "--all2all-backend": ("allgather_reducescatter",),
-}
-"""Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
 
 
 class FlashDmoe(OptimizationPass):
@@ -67,6 +67,8 @@ class FlashDmoe(OptimizationPass):
         return self._on_gpus(ctx) if ctx.device == "cuda" else self._on_the_cpu(ctx)
 
     def _on_gpus(self, ctx: PlanContext) -> Decision:
+        if converted_format(ctx):
+            return self._converted_on_gpus(ctx)
         asked, tables = questions(ctx), found_tables(ctx)
         if not asked:
             return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
@@ -116,6 +118,32 @@ class FlashDmoe(OptimizationPass):
             # Ours compute beside Triton's, on weights as they were loaded.
             vllm_args=ServeArguments(peers.FLAG, peers.TRITON) if own_choice else NO_ARGUMENTS,
             **fields,
+        )
+
+    def _converted_on_gpus(self, ctx: PlanContext) -> Decision:
+        """Return the decision for experts that the plugin converts, which nothing but our kernels reads."""
+        weights, kept = stored_weights(ctx)[0], found_tables(ctx)
+        table = table_of_converted(ctx)
+        ranges = speeds.UNMEASURED[weights] if table is None else fastest_ranges(table.rows)
+        measured = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
+        if table is not None:
+            gains = [row.stock_us / min(row.ours_us.values()) for row in table.rows]
+            against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's Marlin on such weights"
+            measured = f"measured on {table.device}: {speeds.uses_in_words(ranges)}, {against}"
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"our CUDA kernels, {weights} weights",
+            f"the only ones that read experts which are converted while loading; {measured}",
+            Applier.PLUGIN,
+            evidence=() if table is None else (table.source,),
+            no_gain="vLLM computes no layer of these weights beside it",
+            params=FlashDmoeParams(
+                kernel="cuda",
+                measure=(),
+                dispatch=speeds.all_ranges({each: kept[each] for each in kept if each != weights}) | {weights: ranges},
+            ),
+            vllm_args=NO_ARGUMENTS if peers.FLAG in ctx.pinned else ServeArguments(peers.FLAG, peers.TRITON),
         )
 
     def _backend(self, ctx: PlanContext, table: KernelSpeeds, name: str, ours: peers.Times, **fields: Any) -> Decision:
@@ -248,14 +276,6 @@ def _vllm_fits(ctx: PlanContext) -> str:
         return NOT_DATA_PARALLEL if ctx.parallelism.data_parallel_size > 1 else ""
     if not stored_weights(ctx):
         return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
-    if ctx.dtype not in _CUDA_DTYPES:
-        return f"needs bfloat16 on GPUs, found {ctx.dtype}"
-    if ctx.wish("dual_batch_overlap")[0] is Wish.ON:
-        return "dual_batch_overlap needs DeepEP, which hands over tokens as the kernel does not read them"
     if load_balancer_runs(ctx) and "fp8_tensor" in stored_weights(ctx):
         return "vLLM's EPLB does not move the scales per expert in the form that the kernel reads (expert_placement)"
-    for flag, fitting in _PINNED_ON_GPUS.items():
-        value = ctx.pinned.value(flag)
-        if value not in (None, *fitting):
-            return f"needs vLLM's Triton experts beside it, found {f'{flag} {value}'.strip()} after --"
-    return ""
+    return why_not_beside_triton(ctx)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moe_optimizer.plan.decision import Gain
 from moe_optimizer.specs.kernel_speeds import (
+    ANY_NUMBER,
     STOCK,
     KernelSpeeds,
     TokenRange,
@@ -14,6 +15,23 @@ from moe_optimizer.specs.kernel_speeds import (
     token_ranges,
 )
 from moe_optimizer.specs.quantity import Quantity, Source
+
+_DIRECT_TOKENS = 8
+UNMEASURED = {
+    "mxfp4": (
+        TokenRange(up_to=_DIRECT_TOKENS, use="direct"),
+        TokenRange(up_to=ANY_NUMBER, use="grouped-mxfp4_weights"),
+    ),
+}
+"""Weights that only our kernels read -> which of them where nothing was measured: as on an H100 (Qwen3-30B-A3B's layer,
+benchmarks/records/2026-11-23_h100_mxfp4_experts.json), with the tile by the tokens of an expert."""
+
+
+def uses_in_words(ranges: Sequence[TokenRange]) -> str:
+    """Return which kernel computes how many tokens: "direct up to 8 tokens, grouped-... above"."""
+    *limited, last = ranges
+    parts = [f"{each.use} up to {'1 token' if each.up_to == 1 else f'{each.up_to} tokens'}" for each in limited]
+    return ", ".join([*parts, f"{last.use} above"])
 
 
 def in_plain_words(table: KernelSpeeds, ranges: Sequence[TokenRange]) -> str:

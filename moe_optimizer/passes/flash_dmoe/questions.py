@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.kernel_speeds import cpu_device
-from moe_optimizer.plan.pass_params import Fp8Params
+from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_threads
 from moe_optimizer.plan_context.expert_balancing import given_replicas, load_balancer_runs
@@ -48,6 +48,12 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     if ctx.device == "cpu":
         converted = converted_format(ctx)
         return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
+    converted = converted_format(ctx)
+    if converted is not None:
+        kept = (
+            (DTYPES[ctx.dtype],) if any(each.excluded_layers for each in (ctx.params(FourBitParams),) if each) else ()
+        )
+        return (converted, *kept)
     given = ctx.pinned.value("--quantization")
     if given is not None:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
@@ -93,6 +99,16 @@ def found_tables(ctx: PlanContext) -> dict[str, KernelSpeeds]:
     """Return the tables that answer, by how the weights are stored."""
     found = {question.weights: ctx.software.kernel_speeds.find(question) for question in questions(ctx)}
     return {weights: table for weights, table in found.items() if table is not None}
+
+
+def table_of_converted(ctx: PlanContext) -> KernelSpeeds | None:
+    """Return the last table of our kernels on experts that the plugin converts, whatever it compares them with: no
+    other kernel reads these.
+    """
+    wanted = (ctx.gpu.name, converted_format(ctx), layer_shape(ctx), ctx.software.kernels.cuda_sources)
+    tables = reversed(ctx.software.kernel_speeds.tables)
+    found = (each for each in tables if (each.device, each.weights, each.shape, each.kernel_hash) == wanted)
+    return next(found, None)
 
 
 def open_questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:

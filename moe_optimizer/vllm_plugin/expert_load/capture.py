@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,8 +162,8 @@ def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
         ValueError: two have the same number.
     """
     seen = set()
-    module: Any  # vLLM's own attributes, which torch's Module does not declare
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()  # vLLM's own attributes, which torch's Module does not declare
+    for module in modules:
         if hasattr(module, "layer_id") and (hasattr(module, "router") or hasattr(module, "capture_fn")):
             layer_id = int(module.layer_id)
             if layer_id in seen:
@@ -181,8 +181,8 @@ def _set_capture(model: torch.nn.Module, counter: ExpertCounter) -> str:
         except ValueError as error:
             return str(error)
         return ""
-    module: Any  # as above
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()  # as above
+    for module in modules:
         if hasattr(module, "layer_id") and hasattr(module, "router"):
             if module.is_monolithic:
                 return f"layer {module.layer_name}: its kernel routes tokens itself, and vLLM before 0.28 cannot tell"

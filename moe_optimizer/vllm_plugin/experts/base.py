@@ -63,7 +63,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[mk.FusedMoEExperts],  # pyright: ignore[reportSelfClsParameterName] - vLLM's own shape
+        cls: type[mk.FusedMoEExperts],  # vLLM's own shape
         moe_config: Any,
         weight_key: Any,
         activation_key: Any,
@@ -157,6 +157,12 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
         Raises:
             RequiredNotAppliedError: there are none beside ours, or the plan requires ours.
+        """
+
+    def finish_loading(self, layer: Any) -> None:
+        """Do what is left once vLLM has processed the loaded weights of its layer: nothing.
+
+        `process_weights_after_loading` is vLLM's own call for it, which some versions make for some layers only.
         """
 
     def weights_changed(self, layer: Any) -> None:

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_variants import rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
+from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import ALIGNMENT, CudaLayer
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served
@@ -25,7 +25,6 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, curre
 
 _CAPABILITY = 90
 _WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_ANY_NUMBER = 1 << 30
 _CANARY_EXPERTS = 16
 """Chosen: a GPU computes the reference of so many experts in a few milliseconds a layer."""
 _KEPT = "moe_optimizer_layer"
@@ -159,7 +158,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
     def use_kernel(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, name: str) -> None:
         """Run one kernel for any number of tokens, unchecked and outside any plan: for measurements."""
         weights, _ = self.kernel_weights(w1, w2)
-        self._layer = CudaLayer(self._described(weights, expert_map), (TokenRange(up_to=_ANY_NUMBER, use=name),))
+        self._layer = CudaLayer(self._described(weights, expert_map), (TokenRange(up_to=ANY_NUMBER, use=name),))
 
     def weights_changed(self, layer: Any) -> None:
         """Bring up to date what the kernels keep beside the weights that vLLM has changed in place."""

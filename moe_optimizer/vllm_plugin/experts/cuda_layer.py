@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,14 +31,30 @@ class CudaLayer:
     Args:
         layer: its weights are in place, as vLLM keeps them; scales in the form that the kernels take.
         ranges: the plan's dispatch; a layer that fails its check has none.
+        passes: that the layer counts for.
+        known: further fields of its entry in the proof; with any, it is entered even where vLLM computes it alone.
     """
 
-    def __init__(self, layer: ExpertsLayer, ranges: Sequence[TokenRange]) -> None:
+    def __init__(
+        self,
+        layer: ExpertsLayer,
+        ranges: Sequence[TokenRange],
+        *,
+        passes: tuple[str, ...] = (EXPERTS_PASS,),
+        **known: Any,
+    ) -> None:
         self.address = layer.weights.w13.data_ptr()
         self._layer = layer
         self._ranges = tuple(ranges)
+        self._passes = passes
+        self._known = known
         self._error: float | None = None
         self._session: PluginSession | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the plan gives it kernels, and they were not found wrong."""
+        return bool(self._ranges)
 
     def use_for(self, tokens: int) -> str:
         """Return the name of the kernel for this many tokens."""
@@ -84,6 +101,8 @@ class CudaLayer:
         """
         self._session = session
         if not self._ranges:
+            if self._known:
+                self._enter(session)
             return
         if torch.cuda.is_current_stream_capturing():
             self._refuse(session, "it was not tried before a CUDA graph was captured")
@@ -101,12 +120,15 @@ class CudaLayer:
             self._refuse(session, f"self-check failed: {result.reason}")
             return
         self._error = result.error
+        self._enter(session)
+
+    def _enter(self, session: PluginSession) -> None:
         pass_names, entry = self.proof_entry()
         session.add_layer(pass_names, self.address, entry)
 
     def proof_entry(self) -> tuple[tuple[str, ...], LayerProof]:
         """Return the passes that the layer counts for, and its entry in the proof."""
-        return (EXPERTS_PASS,), self._layer.proof(self_check_error=self._error)
+        return self._passes, self._layer.proof(self_check_error=self._error, **self._known)
 
     def covers(self, x: torch.Tensor) -> bool:
         """Return whether the kernels can use these activations in place: they copy 16 bytes at a time."""
@@ -150,4 +172,5 @@ class CudaLayer:
 
     def _refuse(self, session: PluginSession, reason: str) -> None:
         self._ranges = ()
-        session.refused(EXPERTS_PASS, f"{self._layer.name}: {reason}")
+        for pass_name in self._passes:
+            session.refused(pass_name, f"{self._layer.name}: {reason}")

@@ -60,7 +60,7 @@ def _offered_classes(session: PluginSession, load: Callable[[], type], stock: Se
         session.refused(EXPERTS_PASS, why_not)
         return []
     offered = load()
-    offered.stock_classes = tuple(stock)  # type: ignore[attr-defined]
+    offered.stock_classes = tuple(stock)
     return [offered]
 
 
@@ -81,6 +81,13 @@ def _cpu_class() -> type:
 
 
 def _cuda_class() -> type:
+    from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, planned_format
+
+    session = current_session()
+    if session is not None and planned_format(session).name != PLAIN:
+        from moe_optimizer.vllm_plugin.experts.converted_cuda import MoeOptimizerConvertedCudaExperts
+
+        return MoeOptimizerConvertedCudaExperts
     from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 
     return MoeOptimizerCudaExperts

@@ -1,4 +1,4 @@
-"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded.
+"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded, and our class convert it then.
 
 Without it vLLM allocates all layers first and converts weights after the last of them is loaded: experts that are
 converted to fewer bytes would need the memory of the whole model as the checkpoint stores it. vLLM's layerwise loading,
@@ -33,14 +33,14 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         begin = _layerwise_loading_of(self)
         if begin is None:
             original(self, layer, *args, **kwargs)
-            return
-        import torch
+        else:
+            import torch
 
-        with torch.device("meta"):
-            original(self, layer, *args, **kwargs)
-        begin(layer)
-        self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
-        _return_memory_after(self)
+            with torch.device("meta"):
+                original(self, layer, *args, **kwargs)
+            begin(layer)
+            self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
+        _finish_after(self)
 
     return create_weights
 
@@ -61,27 +61,32 @@ def _converts(method: Any) -> bool:
     """Return whether our class computes this layer's experts and will convert them."""
     from vllm.config import get_current_vllm_config
 
-    from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
-
     session = current_session()
-    chosen = getattr(method, "experts_cls", None)
     return (
         session is not None
-        and isinstance(chosen, type)
-        and issubclass(chosen, MoeOptimizerExperts)
+        and _is_ours(getattr(method, "experts_cls", None))
         and planned_format(session).name != PLAIN
         and get_current_vllm_config().load_config.load_format in _LOAD_FORMATS
     )
 
 
-def _return_memory_after(method: Any) -> None:
-    """Have the memory of a layer's loaded weights returned to the system once they are converted."""
+def _is_ours(experts_class: Any) -> bool:
+    from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
+
+    return isinstance(experts_class, type) and issubclass(experts_class, MoeOptimizerExperts)
+
+
+def _finish_after(method: Any) -> None:
+    """Have our experts class finish a layer once vLLM has processed its weights, and freed memory returned."""
     process = method.process_weights_after_loading
 
     @functools.wraps(process)
     def process_weights_after_loading(layer: Any) -> None:
         process(layer)
-        _return_freed_memory()
+        experts: Any = getattr(method.moe_kernel, "fused_experts", None)
+        if _is_ours(type(experts)):
+            experts.finish_loading(layer)
+            _return_freed_memory()
 
     method.process_weights_after_loading = process_weights_after_loading
 

@@ -71,7 +71,7 @@ class KernelWeights(NamedTuple):
 
     def with_parameters(self, held: Mapping[str, torch.Tensor]) -> KernelWeights:
         """Return them with other tensors under the names of `parameters`."""
-        fields = {field: held[name] for field, name in _PARAMETERS.items() if name in held}
+        fields: dict[str, Any] = {field: held[name] for field, name in _PARAMETERS.items() if name in held}
         return self._replace(**fields)
 
     @property

@@ -83,7 +83,7 @@ def make_policy(interface: type, stock: type) -> type:
                 if session is not None:
                     with contextlib.suppress(RequiredNotAppliedError):
                         session.refused(PLACEMENT_PASS, f"fallback: {described(error)}")
-                return stock.rebalance_experts(*arguments, **named)  # type: ignore[attr-defined]
+                return stock.rebalance_experts(*arguments, **named)
             return placement
 
     return MoeOptimizerEplbPolicy

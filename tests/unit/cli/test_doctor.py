@@ -284,9 +284,9 @@ def test_the_report_is_wrapped_to_the_width() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("missing", 3)])
 def test_only_what_serving_needs_changes_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: Any, code: int
 ) -> None:
-    monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", status, "y")])  # type: ignore[arg-type]
+    monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", status, "y")])
     monkeypatch.setattr(software_checks, "software_checks", list)
     monkeypatch.setattr(package_checks, "package_checks", list)
     assert main(["doctor", "--json"]) == code
@@ -310,13 +310,12 @@ def test_a_changed_seam_is_told_with_what_it_was_for(
 
 def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
     """The check of the tables on a machine with an H200, with one table that fits but for the changes."""
-    table = KernelSpeeds(
-        **{
-            "device": "NVIDIA H200", "weights": "bf16", "kernel_hash": "abc", "vllm": "0.32.0", "driver": "580",
-            "shape": LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
-            "rows": (TokenSpeeds(tokens=1, stock_us=2.0, ours_us={}),), "source": "a record", **changes,
-        }
+    fitting = KernelSpeeds(
+        device="NVIDIA H200", weights="bf16", kernel_hash="abc", vllm="0.32.0", driver="580",
+        shape=LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
+        rows=(TokenSpeeds(tokens=1, stock_us=2.0, ours_us={}),), source="a record",
     )  # fmt: skip
+    table = dataclasses.replace(fitting, **changes)
     vllm = dataclasses.replace(CPU_VLLM, device="cuda", version="0.32.0+cu130")
     kernels = dataclasses.replace(BUILT, cuda_sources="abc")
     for name, found in (

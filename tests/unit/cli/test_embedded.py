@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -34,12 +35,7 @@ TINY_MOE = ROOT / "examples" / "tiny-moe"
 def asked(engine: str, *, vllm: Any = None, hardware: Any = None, **values: Any) -> Any:
     made = request(tiny_moe(), hardware or cpu_machine(), engine=engine, **values)
     installed = vllm and VllmInstallation(distribution="vllm", version="0.32.0", device=vllm, location="/nowhere")
-    software = type(made.software)(**{**_fields(made.software), "vllm": installed or None})
-    return type(made)(**{**_fields(made), "software": software})
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return dataclasses.replace(made, software=dataclasses.replace(made.software, vllm=installed or None))
 
 
 @pytest.mark.parametrize(

@@ -322,4 +322,4 @@ def test_a_terminal_that_lacks_blocks_gets_ascii(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "stdout", stdout)
     assert main(["experts", str(tmp_path / "load.json")]) == 0
     stdout.flush()
-    assert b"\\u25" not in stdout.buffer.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert b"\\u25" not in stdout.buffer.getvalue()

@@ -146,6 +146,6 @@ def test_the_commands_with_switches_are_those_that_take_synonyms() -> None:
 
     from moe_optimizer.cli.serve import TAKES_VLLM_ARGS
 
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_group(app).commands
     switched = [name for name, each in commands.items() if any("--enable-fp8" in option.opts for option in each.params)]
     assert switched == [name for name in TAKES_VLLM_ARGS if " " not in name]

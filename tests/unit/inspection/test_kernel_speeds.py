@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ from moe_optimizer.inspection.kernel_speeds import (
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenSpeeds
 
 
-def table(**changes: object) -> KernelSpeeds:
-    fields: dict[str, object] = {
+def table(**changes: Any) -> KernelSpeeds:
+    fields: dict[str, Any] = {
         "device": "Some GPU",
         "weights": "bf16",
         "shape": LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
@@ -30,7 +31,7 @@ def table(**changes: object) -> KernelSpeeds:
         "rows": (TokenSpeeds(tokens=1, stock_us=2.0, ours_us={"direct": 1.0}),),
         "source": "measured",
     }
-    return KernelSpeeds(**(fields | changes))  # type: ignore[arg-type]
+    return KernelSpeeds(**(fields | changes))
 
 
 def test_what_is_written_is_read_back_after_what_is_shipped(tmp_path: Path):

@@ -21,8 +21,8 @@ from tests.kernel_emulator import Case, Emulator, assert_close, make_case
 class CudaTensor(torch.Tensor):
     """A CPU tensor that says it is on a GPU."""
 
-    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cuda", 0))  # pyrefly: ignore[bad-assignment]
+    is_cuda = property(lambda self: True)  # pyrefly: ignore[bad-assignment, bad-override]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -109,24 +109,29 @@ def test_the_kernels_write_where_they_may_and_the_result_is_in_the_output(monkey
     assert (out == 7).all()
 
 
-# Until they have run on a GPU, kernels for MXFP4 are taken where a table measured them, or by name.
-@pytest.mark.parametrize("measured", [None, DirectVariant(), GroupedVariant(GemmMode.MXFP4_WEIGHTS, 16)], ids=str)
-def test_kernels_for_mxfp4_are_not_picked_by_arithmetic(monkeypatch, measured):
+@pytest.mark.parametrize("measured", [None, GroupedVariant(GemmMode.MXFP4_WEIGHTS, 16)], ids=str)
+def test_kernels_for_mxfp4_are_picked_by_arithmetic_where_nothing_was_measured(monkeypatch, measured):
     ran = []
     monkeypatch.setattr(cuda_dispatch, "why_unavailable", lambda device: None)
     monkeypatch.setattr(cuda_dispatch, "measured_variant", lambda problem: measured)
     monkeypatch.setattr(cuda_dispatch, "run", lambda problem, variant: ran.append(variant))
-    p = make_case(3, 2, 4, 64, 32, mxfp4=True).problem
-    assert p.topk_weights is not None
-    assert p.topk_ids is not None
-    inputs = Inputs(
-        p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, None, p.w13_scale, p.w2_scale, None, None, "silu"
-    )  # fmt: skip
-    reason = cuda_dispatch.run_fused_experts(inputs, torch.empty_like(p.x))
-    if measured is None:
-        assert re.search("MXFP4.*not run on a GPU", reason or "")
-    assert ran == ([] if measured is None else [measured])
-    assert cuda_dispatch.why_not(p, GroupedVariant(GemmMode.MXFP4_WEIGHTS)) is None
+    for tokens, by_sizes in ((3, DirectVariant()), (300, GroupedVariant(GemmMode.MXFP4_WEIGHTS))):
+        p = make_case(tokens, 2, 4, 64, 32, mxfp4=True).problem
+        assert p.topk_weights is not None
+        assert p.topk_ids is not None
+        inputs = Inputs(
+            p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, None, p.w13_scale, p.w2_scale, None, None, "silu"
+        )  # fmt: skip
+        assert cuda_dispatch.run_fused_experts(inputs, torch.empty_like(p.x)) is None
+        assert ran.pop() == (measured or by_sizes)
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_a_dtype_that_no_kernel_takes_is_refused_before_one_is_picked(monkeypatch, tokens):
+    monkeypatch.setattr(cuda_dispatch, "why_unavailable", lambda device: None)
+    case = ops_case(tokens, 64, 32, 4, 2, torch.float32)
+    reason = cuda_dispatch.run_fused_experts(case.inputs(), torch.empty_like(case.x))
+    assert re.search(r"bfloat16 activations.*torch\.float32", reason or "")
 
 
 def test_mxfp4_and_other_weights_do_not_take_each_others_kernels():

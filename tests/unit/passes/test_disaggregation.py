@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,16 @@ ON = resolve_wishes(["disaggregation"], [])
 TWO_PROCESSES = profile_with(passes={"parallelism": {"tensor_parallel_size": 2}})
 
 
-def on_cpu(**changes) -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **{"wishes": ON, **changes}))
+def on(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"wishes": ON, **changes}
 
 
-def on_gpus(count: int, **changes) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **{"wishes": ON, **changes}))
+def on_cpu(**changes: Any) -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **on(changes)))
+
+
+def on_gpus(count: int, **changes: Any) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,16 @@ from tests.builders import (
 ON = resolve_wishes(["replicas"], [])
 
 
-def on_cpu(**changes) -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **{"wishes": ON, **changes}))
+def on(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"wishes": ON, **changes}
 
 
-def on_gpus(count: int, **changes) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **{"wishes": ON, **changes}))
+def on_cpu(**changes: Any) -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **on(changes)))
+
+
+def on_gpus(count: int, **changes: Any) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes)))
 
 
 def counted(count: int):

@@ -148,4 +148,4 @@ def test_terminal_escapes_in_a_key_do_not_reach_the_message(tmp_path):
 
 def test_a_profile_cannot_be_changed_after_loading():
     with pytest.raises(ValueError, match="frozen"):
-        load_profile("balanced").name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+        load_profile("balanced").name = "other"  # pyrefly: ignore[read-only]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.specs.kernel_speeds import (
+    ANY_NUMBER,
     STOCK,
     KernelSpeeds,
     LayerShape,
@@ -17,6 +19,7 @@ from moe_optimizer.specs.kernel_speeds import (
     SpeedTables,
     TokenRange,
     TokenSpeeds,
+    fastest_ranges,
     kernel_for,
     never_slower,
     token_ranges,
@@ -31,10 +34,10 @@ def row(tokens: int, **times: float) -> TokenSpeeds:
     return TokenSpeeds(tokens=tokens, stock_us=stock, ours_us=times)
 
 
-def table(**changes: object) -> KernelSpeeds:
-    fields = {"driver": "580", "rows": (row(1, direct=90.0),), "source": "a record"}
+def table(**changes: Any) -> KernelSpeeds:
+    fields: dict[str, Any] = {"driver": "580", "rows": (row(1, direct=90.0),), "source": "a record"}
     asked = {name: getattr(QUESTION, name) for name in ("device", "weights", "shape", "kernel_hash", "vllm")}
-    return KernelSpeeds(**(asked | fields | changes))  # type: ignore[arg-type]
+    return KernelSpeeds(**(asked | fields | changes))
 
 
 def uses(*rows: TokenSpeeds) -> list[tuple[int, str]]:
@@ -177,3 +180,23 @@ def test_a_final_table_goes_before_a_later_one_that_is_not(change):
 def test_what_was_measured_here_goes_before_what_is_shipped():
     shipped, here = table(source="record"), table(source="measured here")
     assert SpeedTables(tables=(shipped, here)).find(QUESTION) == here
+
+
+def test_where_nothing_else_computes_the_fastest_of_ours_is_taken_at_every_number():
+    rows = (row(1, direct=9.0), row(8, direct=20.0, tile=19.0), row(64, tile=50.0, wide=40.0))
+    found = [(each.up_to, each.use) for each in fastest_ranges(rows)]
+    assert found == [(7, "direct"), (63, "tile"), (ANY_NUMBER, "wide")]
+
+
+TIMES = st.dictionaries(st.sampled_from(["direct", "tile", "wide"]), st.floats(1, 1000), min_size=1)
+
+
+@given(st.dictionaries(st.integers(1, 5000), TIMES, min_size=1, max_size=6))
+def test_a_dispatch_without_vllms_kernel_covers_all_and_is_the_fastest_where_it_was_measured(measured):
+    rows = [TokenSpeeds(tokens=tokens, stock_us=1.0, ours_us=measured[tokens]) for tokens in sorted(measured)]
+    ranges = fastest_ranges(rows)
+    assert [each.up_to for each in ranges] == sorted({each.up_to for each in ranges})
+    assert ranges[-1].up_to == ANY_NUMBER
+    assert all(first.use != second.use for first, second in itertools.pairwise(ranges))
+    for each in rows:
+        assert each.ours_us[kernel_for(ranges, each.tokens)] == min(each.ours_us.values())

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from moe_optimizer.specs.vllm_runs import VllmRun, VllmRuns
 
 
-def run(version: str, device: str = "cuda") -> VllmRun:
-    return VllmRun(version=version, device=device, machine="", ran="", date="", evidence="")  # pyright: ignore[reportArgumentType]
+def run(version: str, device: Literal["cpu", "cuda"] = "cuda") -> VllmRun:
+    return VllmRun(version=version, device=device, machine="", ran="", date="", evidence="")
 
 
 RUNS = VllmRuns(runs=(run("0.9.2"), run("0.26.0"), run("0.26.0"), run("0.32.0", "cpu")))

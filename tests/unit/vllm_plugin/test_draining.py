@@ -23,9 +23,12 @@ def answer(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch, query: byte
     async def server(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200})
 
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("no body is read")
+
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(folder / "plan.json"))
     scope = {"type": "http", "path": path, "query_string": query}
-    asyncio.run(RefuseWhileDraining(server)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    asyncio.run(RefuseWhileDraining(server)(scope, receive, send))
     return sent
 
 

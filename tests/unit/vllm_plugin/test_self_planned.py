@@ -25,7 +25,7 @@ def plan_of(**passes: dict[str, Any]) -> Callable[[Any], Plan]:
 
 def resolved(tmp_path: Path, planner: Callable[[Any], Plan]) -> PluginSession:
     session = PluginSession(run_dir=tmp_path, make_plan=planner)
-    session.resolve_plan(lambda: None)  # pyright: ignore[reportArgumentType] - these planners ask for no facts
+    session.resolve_plan(lambda: None)  # pyrefly: ignore[bad-argument-type] - these planners ask for no facts
     return session
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,8 @@ from moe_optimizer.measure.bench.workload import RequestKind, SharedPrefix, Toke
 
 def workload(**changes) -> Workload:
     kinds = (RequestKind(prompt=TokenRange(least=40, most=90), output=TokenRange(least=3, most=9)),)
-    return Workload(**({"description": "a test", "requests": kinds, "clients": (1, 4)} | changes))
+    fields: dict[str, Any] = {"description": "a test", "requests": kinds, "clients": (1, 4)} | changes
+    return Workload(**fields)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.sampled_from([Load(clients=1), Load(clients=4)]))

@@ -143,6 +143,7 @@ def test_the_measuring_process_gets_no_plan(tmp_path: Path, child: Any, monkeypa
 
 def test_tables_of_different_questions_have_different_files() -> None:
     names = {table_name(QUESTION)}
+    change: dict[str, Any]
     for change in (
         {"weights": "fp32"}, {"vllm": "0.33.0"}, {"kernel_hash": "def"}, {"device": "Other"}, {"torch": "3"},
         {"triton": "4"}, {"driver": "600"}, {"environment": "tuned=abc"},

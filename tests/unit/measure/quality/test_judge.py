@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ def test_what_keeps_every_threshold_has_no_failure() -> None:
     ("metric", "value"), [("kl_mean", 0.02), ("kl_p99", 0.2), ("top1_agreement", 0.97), ("perplexity_ratio", 1.02)]
 )
 def test_each_metric_has_a_threshold_of_its_own(metric: str, value: float) -> None:
-    (failure,) = judge(replace(GOOD, **{metric: at(value)}), "all", LIMITS)
+    worse: dict[str, Any] = {metric: at(value)}
+    (failure,) = judge(replace(GOOD, **worse), "all", LIMITS)
     assert (failure.metric, failure.value, failure.limit) == (metric, value, LIMITS[metric])
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ class Pair:
     ours: PaperServer
     request: QualityRequest
 
-    def run(self, **changes: object) -> QualityResult:
+    def run(self, **changes: Any) -> QualityResult:
         return run_quality(dataclasses.replace(self.request, **changes), on_step=lambda share, text: None)
 
 

@@ -109,7 +109,7 @@ def test_layers_that_were_measured_over_the_budget_stay():
 
 
 def test_measured_and_named_layers_stay_together():
-    settings = {"keep_bf16_layers": ["layers.0"], "max_layer_error": 0.085}
+    settings: dict[str, Any] = {"keep_bf16_layers": ["layers.0"], "max_layer_error": 0.085}
     assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params_as(Fp8Params).excluded_layers == (
         0,
         1,

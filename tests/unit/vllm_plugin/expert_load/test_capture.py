@@ -103,7 +103,7 @@ def offered_by_vllm(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setitem(
         sys.modules,
         "vllm.model_executor.layers.fused_moe",
-        SimpleNamespace(routed_experts_capturer=capturer),  # pyright: ignore[reportArgumentType] - all that is read
+        SimpleNamespace(routed_experts_capturer=capturer),  # all that is read
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,6 +16,11 @@ from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADIN
 
 class Experts:
     """Stands in for our class, which needs vLLM."""
+
+    finished: ClassVar[list[Any]] = []
+
+    def finish_loading(self, layer: Any) -> None:
+        self.finished.append(layer)
 
 
 class Method:
@@ -36,7 +41,7 @@ class Method:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.processed.append(layer)
-        self.moe_kernel = object()
+        self.moe_kernel = SimpleNamespace(fused_experts=self.experts_cls())
 
 
 @pytest.fixture
@@ -73,6 +78,18 @@ def test_freed_memory_is_returned_once_a_layer_is_processed(vllm: Any, monkeypat
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     method.process_weights_after_loading("layer")
     assert method.processed == ["layer", "returned"]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "tensorizer"])
+def test_our_class_finishes_a_layer_that_vllm_has_processed_once(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    monkeypatch.setattr(Experts, "finished", [])
+    vllm.load_config.load_format = load_format
+    method = created()
+    assert (method.processed, Experts.finished) == ([], [])
+    method.process_weights_after_loading("layer")
+    assert (method.processed, Experts.finished) == (["layer"], ["layer"])
 
 
 @pytest.mark.parametrize(

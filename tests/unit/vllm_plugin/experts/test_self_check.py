@@ -141,7 +141,8 @@ def test_a_kernel_that_ignores_the_expert_map_is_seen() -> None:
 @pytest.mark.parametrize("field", ["w13_bias", "w2_bias"])
 def test_a_kernel_that_ignores_a_bias_is_seen(field: str) -> None:
     def without(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-        return weights, call._replace(**{field: None})
+        missing: dict[str, Any] = {field: None}
+        return weights, call._replace(**missing)
 
     assert "error" in checked(layer(bias=True), without).reason
 

@@ -97,10 +97,15 @@ def config(monkeypatch):
     return config
 
 
+def place(session: Any, layer: Any) -> None:
+    """Stand-ins have what the code touches."""
+    place_layer(session, layer)
+
+
 @pytest.mark.parametrize(("rank", "mine"), [(0, [1, 3]), (1, [0, 2])])
 def test_weights_are_loaded_into_the_slots_that_the_map_names(rank, mine):
     layer, session = FakeLayer(rank), FakeSession()
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     assert session.said == ["applied"]
     assert session.proof.passes["expert_placement"].digest == "d1"
     loaded = layer.load(range(4))
@@ -112,7 +117,7 @@ def test_weights_are_loaded_into_the_slots_that_the_map_names(rank, mine):
 def test_every_expert_lives_on_exactly_one_rank():
     layers = [FakeLayer(0), FakeLayer(1)]
     for layer in layers:
-        place_layer(FakeSession(), layer)  # type: ignore[arg-type]
+        place(FakeSession(), layer)
     held = [layer.expert_map >= 0 for layer in layers]
     assert torch.equal(held[0], ~held[1])
 
@@ -122,7 +127,7 @@ def test_no_rank_is_placed_unless_all_can(monkeypatch, this_rank_can):
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: False)
     layer, session = FakeLayer(0), FakeSession()
     layer.moe_config.moe_parallel_config.use_all2all_kernels = not this_rank_can
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     assert layer.expert_map.tolist() == [0, 1, -1, -1]
     assert passes_of_placed(layer) == ()
     (said,) = session.said
@@ -144,7 +149,7 @@ def test_no_rank_is_placed_unless_all_can(monkeypatch, this_rank_can):
 def test_a_layer_whose_experts_would_not_follow_the_map_is_refused(change, said):
     layer, session = FakeLayer(0), FakeSession()
     change(layer)
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     assert said in session.said[0]
     assert layer.expert_map.tolist() == [0, 1, -1, -1]
 
@@ -152,7 +157,7 @@ def test_a_layer_whose_experts_would_not_follow_the_map_is_refused(change, said)
 def test_a_loader_that_leaves_out_weights_by_expert_number_is_refused(config):
     config.parallel_config.enable_ep_weight_filter = True
     session = FakeSession()
-    place_layer(session, FakeLayer(0))  # type: ignore[arg-type]
+    place(session, FakeLayer(0))
     assert "--enable-ep-weight-filter" in session.said[0]
 
 
@@ -160,7 +165,7 @@ def test_an_exception_is_a_no_that_the_other_ranks_hear(monkeypatch):
     answers = []
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
     session = FakeSession(dataclasses.replace(PARAMS, experts={3: "0 1 2 2"}))
-    place_layer(session, FakeLayer(0))  # type: ignore[arg-type]
+    place(session, FakeLayer(0))
     assert answers == [False]
     assert "fallback: AssertionError" in session.said[0]
 
@@ -171,7 +176,7 @@ def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
 
     monkeypatch.setattr(expert_placement, "all_ranks_can", broken)
     layer, session = FakeLayer(0), FakeSession()
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     assert layer.expert_map.tolist() == [0, 1, -1, -1]
     assert "RuntimeError: no group" in session.said[0]
 
@@ -189,7 +194,7 @@ def test_layers_that_are_not_in_the_plan_stay_as_they_are(monkeypatch, params, n
     answers = []
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
     layer, session = FakeLayer(1, name), FakeSession(params)
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     assert layer.expert_map.tolist() == [-1, -1, 0, 1]
     assert (session.said, answers) == ([], [False])
 
@@ -198,12 +203,12 @@ def test_without_expert_parallelism_nobody_is_asked(monkeypatch):
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: pytest.fail("asked"))
     layer = FakeLayer(0)
     layer.expert_map_manager.expert_map = None
-    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
+    place(FakeSession(), layer)
 
 
 def test_weights_that_were_loaded_without_the_map_stop_the_server():
     layer = FakeLayer(0)
-    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
+    place(FakeSession(), layer)
     layer.load([0, 1])
     with pytest.raises(RequiredNotAppliedError, match="1 of 2 experts"):
         passes_of_placed(layer)
@@ -211,7 +216,7 @@ def test_weights_that_were_loaded_without_the_map_stop_the_server():
 
 def test_what_was_loaded_is_checked_when_vllm_is_done_with_the_layer():
     layer, session = FakeLayer(0), FakeSession()
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     with pytest.raises(RequiredNotAppliedError, match="2 of 2 experts"):
         layer.quant_method.process_weights_after_loading(layer)
     layer.load(range(4))
@@ -221,7 +226,7 @@ def test_what_was_loaded_is_checked_when_vllm_is_done_with_the_layer():
 
 def test_a_layer_whose_calls_are_counted_has_not_run_before_its_first_call():
     layer, session = FakeLayer(0), FakeSession()
-    place_layer(session, layer)  # type: ignore[arg-type]
+    place(session, layer)
     layer.load(range(4))
     session.proof.passes["expert_placement"].layers = (SimpleNamespace(name=layer.layer_name),)
     layer.quant_method.process_weights_after_loading(layer)
@@ -231,13 +236,13 @@ def test_a_layer_whose_calls_are_counted_has_not_run_before_its_first_call():
 def test_dummy_weights_need_no_loading(config):
     config.load_config.load_format = "dummy"
     layer = FakeLayer(0)
-    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
+    place(FakeSession(), layer)
     assert passes_of_placed(layer) == ("expert_placement",)
 
 
 def test_a_map_that_was_replaced_after_loading_stops_the_server():
     layer = FakeLayer(0)
-    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
+    place(FakeSession(), layer)
     layer.load(range(4))
     layer.expert_map = torch.tensor([0, 1, -1, -1])
     with pytest.raises(RequiredNotAppliedError, match="was replaced"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,7 +199,7 @@ def test_one_worker_that_holds_something_else_fails_the_requirement(
 def test_a_requirement_is_not_met_by_workers_that_were_not_heard_of(plan: Plan, tmp_path: Path) -> None:
     proof = proof_of(plan, tmp_path, 0, IN_FP8)
     assert "1 of 2" in not_running(plan, [proof], ["fp8"])["fp8"]
-    unseen: Mapping[str, Any] = {}
+    unseen: dict[str, Any] = {}
     silent = [dataclasses.replace(proof, passes=unseen, model_rank=rank) for rank in (0, 1)]
     assert "no worker shows" in not_running(plan, silent, ["fp8"])["fp8"]
     assert "no worker process" in not_running(plan, [], ["fp8"])["fp8"]
