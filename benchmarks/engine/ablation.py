@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -40,17 +41,19 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    settings = {name: value for name, value in vars(args).items() if name not in ("write", "commit")}
+    settings: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in ("write", "commit")}
     import torch
 
     load_before = os.getloadavg()[0]
     on_gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder:
         name, load_format = model_folder(args.model, Path(folder))
-        lengths = {"input_len": tuple(args.input_len), "output_len": tuple(args.output_len)}
-        climbed = AblationSettings(**{**settings, **lengths, "model": name}, load_format=load_format, on_gpu=on_gpu)
+        values: dict[str, Any] = {**settings, "model": name, "load_format": load_format, "on_gpu": on_gpu}
+        values |= {each: tuple(values[each]) for each in ("input_len", "output_len")}
         result = run_ablation(
-            climbed, log_folder=Path(folder), on_step=lambda _, text: print(text, file=sys.stderr, flush=True)
+            AblationSettings(**values),
+            log_folder=Path(folder),
+            on_step=lambda _, text: print(text, file=sys.stderr, flush=True),
         )
     print(render(result))
     record = {**head("what each optimization of the embedded engine adds, from a naive loop up", args.commit),

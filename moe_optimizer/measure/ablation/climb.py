@@ -112,13 +112,12 @@ def _sample_on_host(llm: LLM) -> None:
 
     from moe_optimizer.engine.sampler import TorchSampler
 
-    sampler, executor = TorchSampler(torch.device("cpu"), 0), llm.llm_engine.executor
+    class HostSampler(TorchSampler):
+        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> list[Any]:  # noqa: N803  (its name)
+            return super().sample(logits_SV.cpu(), sequences)
 
-    class HostSampler:
-        def sample(self, logits: torch.Tensor, sequences: list[Any]) -> list[Any]:
-            return sampler.sample(logits.cpu(), sequences)
-
-    executor.sampler = HostSampler()  # type: ignore[attr-defined]  (a ModelRunner)
+    runner: Any = llm.llm_engine.executor
+    runner.sampler = HostSampler(torch.device("cpu"), 0)
 
 
 if __name__ == "__main__":
