@@ -14,6 +14,7 @@ _SERVED = "2026-11-21_h200_served"
 _QUALITY = ("2026-11-20_h200_fp8_quality", "2026-11-21_h200_fp8_quality_wide")
 _ABLATION = "2026-11-22_epyc_engine_ablation_tiny-moe"
 _THROUGHPUT = "2026-11-23_epyc_engine_throughput_tiny-moe"
+_THROUGHPUT_MOE = "2026-11-23_epyc_engine_throughput_qwen3-moe-0.3b"
 _STARTUP = "2026-11-23_epyc_cli_startup"
 _STEP = "2026-11-22_epyc_engine_scheduler_step"
 _DECODE = "2026-11-23_epyc_engine_decode_bandwidth"
@@ -272,6 +273,10 @@ CLAIMS = [
     Claim("docs/engine.md", "{0.89}x vLLM, {0.76}x with threads on every core; transformers {13.9}x and {4.4}x",
           (_THROUGHPUT,), lambda found: list(found["ratios"].values())),
     Claim("docs/engine.md", "{0.62} ms; vLLM {0.83} ms, with threads on every core {0.70} ms", (_THROUGHPUT,),
+          lambda found: list(found["cpu_ms_per_token"].values())[:3]),
+    Claim("docs/engine.md", "{93}; vLLM {121}, with threads on every core {111}; transformers one by one {21}, "
+          "as one batch {45}", (_THROUGHPUT_MOE,), lambda found: list(found["output_tokens_per_s"].values())),
+    Claim("docs/engine.md", "{9.5} ms; vLLM {12.8} ms, with threads on every core {12.4} ms", (_THROUGHPUT_MOE,),
           lambda found: list(found["cpu_ms_per_token"].values())[:3]),
     Claim("docs/engine.md", "{6.4} s, at most {9.2} s; {5.6} s of processor time", (_STARTUP,),
           lambda found: [found["results"]["first token, embedded engine"][each]
