@@ -1,4 +1,5 @@
-"""Measures how long the command line takes to answer: `--help`, `--dry-run`, `inspect`, each as a fresh process.
+"""Measures how long the command line takes to answer: `--help`, `--dry-run`, `inspect`, and the embedded engine's first
+token of the bundled model, as `make demo` begins. Each is a fresh process.
 
 Every sample is one process from start to end, as a user waits for it; the variants are interleaved so that a
 change of the machine's load touches all of them. The page cache is warm after the first, uncounted, round: reading
@@ -34,9 +35,24 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         *("--dry-run", "--hardware", "h100_sxm", "--gpus", "1"),
     ),
     "inspect": ("-m", "moe_optimizer", "inspect", "examples/tiny-moe"),
+    "first token, embedded engine": (
+        *("examples/offline.py", "--model", "examples/tiny-moe"),
+        *("--temperature", "0", "--max-tokens", "1", "def __init__(self, name):"),
+    ),
 }
-GOALS_S = {"--help": 0.3, "--dry-run": 1.0}
-PACKAGES = ("moe-optimizer", "typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil")
+GOALS_S = {"--help": 0.3, "--dry-run": 1.0, "first token, embedded engine": 10.0}
+PACKAGES = (
+    "moe-optimizer",
+    "torch",
+    "transformers",
+    "typer",
+    "rich",
+    "pydantic",
+    "PyYAML",
+    "nvidia-ml-py",
+    "huggingface_hub",
+    "psutil",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

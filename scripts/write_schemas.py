@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from moe_optimizer.cli.check import Report
 from moe_optimizer.cli.experts import ExpertsOutput
 from moe_optimizer.cli.ready_server import ReadyServer
+from moe_optimizer.measure.ablation.rungs import AblationResult
 from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.live.activity import LiveActivity
 from moe_optimizer.measure.quality.result import QualityResult
@@ -44,6 +45,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "build.schema.json": _schema(KernelInventory, "moe-optimizer build --json"),
         "serve.schema.json": _schema(ReadyServer, "moe-optimizer serve --json, once the server is ready"),
         "bench.schema.json": _schema(BenchResult, "moe-optimizer bench --json"),
+        "ablation.schema.json": _schema(AblationResult, "moe-optimizer bench --engine embedded --ablate --json"),
         "compare.schema.json": _schema(Comparison, "moe-optimizer compare --json"),
         "quality.schema.json": _schema(QualityResult, "moe-optimizer quality --json"),
         "tune.schema.json": _schema(TuneResult, "moe-optimizer tune --json"),

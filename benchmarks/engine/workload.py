@@ -1,14 +1,14 @@
-"""What the engine's benchmarks share: shapes of models, requests of random lengths with a fixed seed, peak memory."""
+"""What the engine's benchmarks share: shapes of models, beside the requests of `bench --ablate`."""
 
 from __future__ import annotations
 
 import json
-import random
-import resource
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from moe_optimizer.measure.ablation.workload import Request, peak_bytes, random_requests
+
+__all__ = ["SHAPES", "Request", "model_folder", "peak_bytes", "random_requests"]
 
 _QWEN3 = {
     "vocab_size": 151936, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "rope_theta": 1e6,
@@ -40,35 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The published shapes of Qwen3-0.6B and Qwen3-30B-A3B, and a small one; their weights are drawn at random."""
 
 
-class Request(NamedTuple):
-    """Prompt tokens, and the number of tokens to generate."""
-
-    prompt: list[int]
-    num_output: int
-
-
 def model_folder(name: str, folder: Path) -> tuple[str, str]:
     """Return folder and load format of a model: a shape of `SHAPES`, written to `folder`, or a folder as it is."""
     if name not in SHAPES:
         return name, "auto"
     (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     return str(folder), "dummy"
-
-
-def random_requests(
-    count: int, inputs: tuple[int, int], outputs: tuple[int, int], vocab_size: int, *, shared: int = 0
-) -> list[Request]:
-    """Return requests with lengths between the bounds, the first `shared` tokens of the prompts equal."""
-    rng = random.Random(0)
-    head = [rng.randrange(vocab_size) for _ in range(shared)]
-    return [
-        Request(head + [rng.randrange(vocab_size) for _ in range(rng.randint(*inputs))], rng.randint(*outputs))
-        for _ in range(count)
-    ]
-
-
-def peak_bytes() -> int:
-    """Return the most memory that was in use: of the GPU, or of this process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.ablation import ablate
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.embedded import ENGINE
 from moe_optimizer.cli.measuring_options import BenchOptions, TrafficOptions
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
@@ -34,7 +36,10 @@ def command(options: BenchOptions) -> messages.Output:
     A difference is only claimed where the interval shows one. A failed request ends the run without a result.
     Arguments after -- go to vllm serve, on both sides; beside a plan's file they are refused.
     With --run-dir, a stopped run goes on where it was.
+    With --engine embedded --ablate: from a naive loop up, one optimization of that engine at a time.
     """
+    if options.ablate or options.engine == ENGINE:
+        return ablate(options)
     from moe_optimizer.cli.report import check_report_path, write_report
     from moe_optimizer.measure.bench.run import run_bench
     from moe_optimizer.measure.bench.table import render

@@ -1,11 +1,16 @@
-"""Defines what the doctor reports."""
+"""Defines what the doctor reports, and tries what may end the process that tries it."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.vllm_plugin.drift import Seam
+
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +34,17 @@ class Report:
     checks: tuple[Check, ...]
     seams: tuple[Seam, ...] | None
     """None without --drift."""
+
+
+def why_python_fails(*words: str) -> str:
+    """Return why a process of this Python with these arguments fails, "" if it does not."""
+    command = python_command(*words)
+    try:
+        tried = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=python_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {_TIMEOUT_S:.0f} s"
+    if tried.returncode < 0:
+        return f"signal {signal.Signals(-tried.returncode).name}"
+    return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1] if tried.returncode else ""

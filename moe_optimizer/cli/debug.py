@@ -9,8 +9,9 @@ import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.engine_checks import check_packages
 from moe_optimizer.cli.options import CompareOptions, GenerationsOptions, OracleOptions
-from moe_optimizer.errors import ExitCode, UnsupportedError
+from moe_optimizer.errors import ExitCode
 
 if TYPE_CHECKING:
     from moe_optimizer.debug.compare import CompareReport
@@ -24,7 +25,7 @@ def compare(options: CompareOptions) -> messages.Output:
 
     In float32 on the CPU; names the first operation that differs. Exit code 5 if one does.
     """
-    _check_packages()
+    check_packages()
     from moe_optimizer.debug.compare import compare
 
     report = compare(Path(options.model_name).expanduser(), layer=options.layer)
@@ -38,7 +39,7 @@ def oracle(options: OracleOptions) -> messages.Output:
 
     The server must serve the same model. Exit code 5 if a token is beyond the tolerance.
     """
-    _check_packages()
+    check_packages()
     from moe_optimizer.debug.oracle import oracle
 
     folder = Path(options.model_name).expanduser()
@@ -53,7 +54,7 @@ def generations(options: GenerationsOptions) -> messages.Output:
 
     Exit code 5 if an output has changed.
     """
-    _check_packages()
+    check_packages()
     from moe_optimizer.debug.generations import generations
 
     report = generations(
@@ -63,14 +64,6 @@ def generations(options: GenerationsOptions) -> messages.Output:
     )
     code = ExitCode.QUALITY_FAILED if report.changed else ExitCode.OK
     return messages.Output(result=report, render=_rendered_generations, code=code)
-
-
-def _check_packages() -> None:
-    from moe_optimizer.cli.engine_checks import missing_packages
-
-    absent = missing_packages()
-    if absent:
-        raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
 
 
 def _rendered_compare(report: CompareReport) -> str:

@@ -1,4 +1,4 @@
-"""Checks for the doctor what the embedded engine needs, and what makes it faster. Imports none of it."""
+"""Checks for the doctor what the embedded engine needs, and what makes it faster. Imports none of it here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import importlib.util
 import platform
 from collections.abc import Iterator
 
-from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.check import Check, why_python_fails
 from moe_optimizer.cli.package_checks import package_version
+from moe_optimizer.errors import UnsupportedError
 
 PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "jinja2")
+IMPORT = "import moe_optimizer.engine"
+"""Run in a process of its own: packages that are there may not fit each other."""
 _FLASH_ATTENTION_GLIBC = (2, 32)
 """The oldest C library that FlashAttention's wheels run on."""
 
@@ -22,11 +25,24 @@ def engine_checks(*, has_gpu: bool) -> Iterator[Check]:
             "embedded engine", "note", f"not installed: {', '.join(absent)}; --engine embedded needs it",
             "run: pip install 'moe-optimizer[engine]'",
         )  # fmt: skip
+    elif why_not := why_python_fails("-c", IMPORT):
+        yield Check("embedded engine", "note", f"cannot be imported: {why_not}", f"run: python -c '{IMPORT}'")
     else:
         yield Check("embedded engine", "ok", ", ".join(f"{name} {package_version(name)}" for name in PACKAGES))
     if has_gpu:
         yield _triton()
         yield _flash_attention()
+
+
+def check_packages() -> None:
+    """Refuse to go on without them.
+
+    Raises:
+        UnsupportedError: names those that are missing.
+    """
+    absent = missing_packages()
+    if absent:
+        raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
 
 
 def missing_packages() -> list[str]:

@@ -61,6 +61,7 @@ class BenchOptions(TrafficOptions):
     tokenizer: str | None = option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
     run_dir: str | None = option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
     html: str | None = option("--html", "FILE", "Also write a report: one file, which needs no network.")
+    ablate: bool = flag("--ablate", "With --engine embedded: what each of its optimizations is worth.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from importlib import machinery, metadata
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer import env
 from moe_optimizer.child_process import python_command, python_environment
-from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.check import Check, why_python_fails
 from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
@@ -74,7 +73,9 @@ def _is_stale(inventory: KernelInventory) -> bool:
         return False
     archs = ",".join(inventory.cuda_archs) or _DEFAULT_ARCHS
     command = python_command(str(script), "hash", "--compiler", compiler, "--cuda-archs", archs)
-    finished = _run(command)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=python_environment()
+    )
     return finished.returncode == 0 and finished.stdout.strip() != inventory.source_hash
 
 
@@ -87,15 +88,7 @@ def _why_not_loadable() -> str:
     extension = next(filter(Path.is_file, files), None)
     if extension is None:
         return ""
-    command = python_command("-c", _LOAD, str(extension))
-    tried = _run(command)
-    if tried.returncode < 0:
-        return f"signal {signal.Signals(-tried.returncode).name}"
-    return tried.stderr.strip().splitlines()[-1] if tried.returncode else ""
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=python_environment())
+    return why_python_fails("-c", _LOAD, str(extension))
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:

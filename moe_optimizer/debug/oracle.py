@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_optimizer.engine import LLM
+from moe_optimizer.engine import LLM, LLMEngine
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.errors import InputError
@@ -72,7 +72,7 @@ def oracle(url: str, folder: Path, *, max_tokens: int = 32, tolerance: float = 0
         }  # fmt: skip
         logprobs = _asked(f"{url}/v1/completions", body)["choices"][0]["logprobs"]
         token_ids = [_token_id(token) for token in logprobs["tokens"]]
-        ours = logprobs_behind(llm, prompt_ids + token_ids)[len(prompt_ids) - 1 : -1]
+        ours = logprobs_behind(llm.llm_engine, prompt_ids + token_ids)[len(prompt_ids) - 1 : -1]
         for place, (token_id, theirs, row) in enumerate(zip(token_ids, logprobs["token_logprobs"], ours, strict=True)):
             value = float(row[token_id])
             compared.append(
@@ -95,9 +95,8 @@ def oracle(url: str, folder: Path, *, max_tokens: int = 32, tolerance: float = 0
     )
 
 
-def logprobs_behind(llm: LLM, token_ids: list[int]) -> torch.Tensor:
+def logprobs_behind(engine: LLMEngine, token_ids: list[int]) -> torch.Tensor:
     """Return the log-probabilities behind every token ([tokens, vocabulary], float32), in one step."""
-    engine: Any = llm.llm_engine
     runner = engine.executor
     assert isinstance(runner, ModelRunner), f"got {type(runner).__name__}"
     engine.add_request("oracle", token_ids, SamplingParams(max_tokens=1))
@@ -118,13 +117,13 @@ def suspects(llm: LLM) -> tuple[str, ...]:
 
     engine: Any = llm.llm_engine
     model, token_ids = engine.executor.model, llm.get_tokenizer().encode(PROMPTS[0])
-    exact, moved = logprobs_behind(llm, token_ids), []
+    exact, moved = logprobs_behind(engine, token_ids), []
     for kind in (Attention, MoE, MLP, RMSNorm):
         modules = [module for module in model.modules() if isinstance(module, kind)]
         if not modules:
             continue
         hooks = [module.register_forward_hook(_rounded) for module in modules]
-        moved.append((float((logprobs_behind(llm, token_ids) - exact).abs().max()), kind.__name__))
+        moved.append((float((logprobs_behind(engine, token_ids) - exact).abs().max()), kind.__name__))
         for hook in hooks:
             hook.remove()
     return tuple(

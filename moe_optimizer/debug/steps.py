@@ -1,7 +1,8 @@
 """Compares the engine with transformers operation by operation, and names the first that differs.
 
 Each operation of the engine is given what transformers' own operation was given, so a difference is its own and not one
-that came from before. Legend: T tokens, H query heads, K key/value heads, d head size, E experts.
+that came from before. The hidden state behind each layer and the logits show what they add up to.
+Legend: T tokens, H query heads, K key/value heads, d head size, E experts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_optimizer.debug.oracle import logprobs_behind
 from moe_optimizer.engine import LLMEngine
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.layers.moe import MoE
@@ -52,6 +54,7 @@ class Comparison:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        self._engine = engine
         self.ours: Any = engine.executor.model  # pyrefly: ignore[missing-attribute]
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
@@ -83,10 +86,24 @@ class Comparison:
         theirs = self.outputs["model.rotary_emb"]
         yield _step("RoPE cosines", cos[:, 0], theirs[0])
         yield _step("RoPE sines", sin[:, 0], theirs[1])
+        hidden = self._hidden_states()
         for index in range(len(layers)) if layer is None else (layer,):
             yield from self._layer(index, layers[index], (cos, sin))
+            yield _step(f"layer {index}: hidden state", hidden[index], self.outputs[f"model.layers.{index}"])
         yield _step("final norm", self.ours.model.norm(self.inputs["model.norm"]), self.outputs["model.norm"])
         yield _step("logits", self.ours.logits(self.outputs["model.norm"]), self.logits)
+
+    def _hidden_states(self) -> list[Tensor]:
+        """Return what the engine's layers make of the text, each from what the one before it made."""
+        found: list[Tensor] = []
+        layers = self.ours.model.layers
+        hooks = [layer.register_forward_hook(lambda _, __, made: found.append(made[0] + made[1])) for layer in layers]
+        try:
+            logprobs_behind(self._engine, self.token_ids.tolist())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
 
     def _layer(self, index: int, layer: DecoderLayer, rope: tuple[Tensor, Tensor]) -> Iterator[Step]:
         at, attention = f"model.layers.{index}", layer.self_attn

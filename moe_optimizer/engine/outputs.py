@@ -1,7 +1,5 @@
 """`RequestOutput` and `CompletionOutput`: what a request gets back, named as vLLM names them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -30,7 +30,6 @@ _TIMEOUT = timedelta(minutes=10)
 """Chosen: loading a large model differs between ranks by minutes."""
 _MAILBOX_BYTES = 64 << 20
 """Chosen: a step of 1 million tokens; pages never written to take no memory."""
-_SIZE_BYTES = 8
 
 
 class ParallelExecutor(ModelRunner):
@@ -87,14 +86,13 @@ class ParallelExecutor(ModelRunner):
         file = io.BytesIO()
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(batch)
         data = file.getvalue()
-        assert len(data) + _SIZE_BYTES <= _MAILBOX_BYTES, f"a step of {len(data)} bytes"
+        assert len(data) <= _MAILBOX_BYTES, f"a step of {len(data)} bytes"
         for process, taken in zip(self._others, self._taken, strict=True):
             while not taken.acquire(timeout=1.0):
                 if not process.is_alive():
                     raise ServerFailedError(f"{process.name} ended with exit code {process.exitcode}; its log is above")
-        buffer = cast(memoryview, self._mailbox.buf)
-        buffer[:_SIZE_BYTES] = len(data).to_bytes(_SIZE_BYTES, "little")
-        buffer[_SIZE_BYTES : _SIZE_BYTES + len(data)] = data
+        # What an earlier step left behind it is not read: a pickle says where it ends.
+        cast(memoryview, self._mailbox.buf)[: len(data)] = data
         for full in self._full:
             full.release()
 
@@ -115,9 +113,7 @@ def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: 
         runner = ModelRunner(config, ranks=_join(config, rank, store))
         while True:
             full.acquire()
-            buffer = cast(memoryview, mailbox.buf)
-            size = int.from_bytes(buffer[:_SIZE_BYTES], "little")
-            batch = pickle.loads(buffer[_SIZE_BYTES : _SIZE_BYTES + size])
+            batch = pickle.loads(cast(memoryview, mailbox.buf))
             taken.release()
             runner.compute(batch)
     except Exception:  # noqa: BLE001  (whatever it is, rank 0 waits for this process and sees it end)

@@ -1,11 +1,9 @@
 """`SamplingParams`: how the tokens of one request are chosen and when they end."""
 
-from __future__ import annotations
-
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,7 +78,7 @@ class SamplingParams(Arguments):
         return [tuple(each) if isinstance(each, list) else each for each in value]
 
     @model_validator(mode="after")
-    def _agree(self) -> SamplingParams:
+    def _agree(self) -> Self:
         if self.num_samples < self.n:
             raise ValueError(f"best_of: got {self.best_of}, expected at least n ({self.n})")
         if self.num_samples > self.n and self.output_kind is RequestOutputKind.DELTA:

@@ -54,6 +54,11 @@ def converted(demo: Demo) -> PassProof:
     return holder.passes["fp8"]
 
 
+def test_the_embedded_engine_answers_before_anything_is_planned(demo: Demo) -> None:
+    said = demo.finished.stdout
+    assert 0 <= said.find("'def __init__(self, name):' -> '") < said.index("--- the plan ---")
+
+
 def test_it_serves_answers_and_stops(demo: Demo) -> None:
     assert "demo finished: " in demo.finished.stdout
     assert demo.finished.left_running == ()

@@ -110,7 +110,7 @@ def compute(request: EmbeddedRequest, on_step: OnStep) -> Suspects:
             mine = theirs.at(np.flatnonzero(theirs.sequences == sequence))
             chosen = mine.next_ids.tolist() if probe.generated else []
             # Behind the last one nobody has said anything.
-            logprobs = logprobs_behind(llm, [*prompt, *chosen][:-1])
+            logprobs = logprobs_behind(llm.llm_engine, [*prompt, *chosen][:-1])
             rows.append(logprobs[len(prompt) - 1 :] if probe.generated else logprobs)
         _beside(theirs, rows, request.top_logprobs, generated=bool(probe.generated)).write(path)
     return Suspects(layers=suspects(llm))

@@ -138,6 +138,19 @@ def test_a_cuda_older_than_torch_needs_is_missing(version: str | None, status: s
     assert checks["cuda"].status == status
 
 
+@pytest.mark.parametrize(
+    ("libc", "status"),
+    [(("glibc", "2.28"), "ok"), (("glibc", "2.27"), "missing"), (("glibc", "2.9"), "missing"), (("", ""), "missing")],
+    ids=str,
+)
+def test_a_c_library_that_vllm_has_no_wheels_for_is_missing(
+    monkeypatch: pytest.MonkeyPatch, libc: tuple[str, str], status: str
+) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: libc)
+    check = {check.name: check for check in machine_checks.machine_checks(load_hardware("cpu", None))}["glibc"]
+    assert (check.status, libc[1] in check.detail) == (status, True)
+
+
 def test_why_there_are_no_cuda_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = dataclasses.replace(BUILT, cuda_why_not="no nvcc found")
     check = software(monkeypatch, kernels=kernels)["kernels"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,15 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-from moe_optimizer.debug.compare import compare
+from moe_optimizer.debug.compare import CompareReport, Finding, compare
 from moe_optimizer.debug.generations import generations
 from moe_optimizer.debug.oracle import oracle
 from moe_optimizer.debug.steps import Comparison
-from moe_optimizer.engine import LLMEngine
+from moe_optimizer.engine import LLMEngine, llm_engine, model_runner
+from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.errors import InputError
 from tests.engine.tiny_models import SHAPES, TINY_MOE, write_model
 
@@ -42,9 +47,8 @@ def make_comparison(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def test_every_operation_of_every_family_is_that_of_transformers(name: str, make_comparison: Any) -> None:
     steps = list(make_comparison(name).steps())
     assert [step for step in steps if not step.same] == []
-    assert {"embeddings", "layer 1: Q projection", "layer 1: causal mask", "layer 0: head 1", "logits"} <= {
-        step.name for step in steps
-    }
+    named = {"embeddings", "layer 1: Q projection", "layer 1: causal mask", "layer 0: head 1", "logits"}
+    assert named | {"layer 0: hidden state", "layer 1: hidden state"} <= {step.name for step in steps}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,14 @@ def test_a_changed_weight_is_named_by_its_operation(
     assert next(step for step in comparison.steps() if not step.same).name == expected
 
 
+def test_a_layer_whose_operations_are_right_and_add_up_wrongly_is_named(make_comparison: Any) -> None:
+    comparison = make_comparison("qwen3_moe")
+    layer = comparison.ours.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda x, residual, *more: forward(x, 0.99 * residual, *more)
+    assert next(step for step in comparison.steps() if not step.same).name == "layer 1: hidden state"
+
+
 def test_a_value_that_is_no_number_differs(make_comparison: Any) -> None:
     comparison = make_comparison("qwen3")
     comparison.ours.model.norm.weight.data[0] = float("nan")
@@ -83,6 +95,64 @@ def test_the_bundled_model_has_nothing_that_differs() -> None:
     assert {finding.name for finding in report.findings} >= {"tokenizer round trip", "generated tokens", "KV cache"}
     assert len(report.pattern) == 24
     assert all(weights.std > 0 for weights in report.weights if "norm" not in weights.name)
+
+
+def finding(report: CompareReport, name: str) -> Finding:
+    return next(each for each in report.findings if each.name == name)
+
+
+def test_statistics_of_a_weight_are_those_of_its_values(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY_MOE, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    values = torch.zeros_like(tensors[name])
+    values[0, 0], values[0, 1] = 3, -5
+    save_file({**tensors, name: values}, folder / "model.safetensors")
+    weights = {each.name: each for each in compare(folder, layer=0).weights}[name]
+    count = values.numel()
+    mean = -2 / count
+    assert weights.mean == pytest.approx(mean)
+    assert weights.std == pytest.approx(((34 - count * mean**2) / (count - 1)) ** 0.5)
+    assert (weights.largest, weights.zeros) == (5, pytest.approx(1 - 2 / count))
+
+
+def test_a_run_that_differs_from_the_one_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drifting(TorchSampler):
+        """Chooses another token each time that it is asked."""
+
+        calls = 0
+
+        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> list[Any]:
+            Drifting.calls += 1
+            return [SampledToken(Drifting.calls, None, None) for _ in sequences]
+
+    monkeypatch.setattr(model_runner, "TorchSampler", Drifting)
+    report = compare(TINY_MOE, layer=0)
+    assert not finding(report, "two runs").same
+    assert not finding(report, "generated tokens").same
+
+
+def test_the_share_of_held_slots_that_hold_a_token_is_told() -> None:
+    # Blocks of 16: while one prompt token grows to 16, a block is held that is on average half full.
+    text = "def"
+    detail = finding(compare(TINY_MOE, layer=0, text=text), "KV cache").detail
+    tokens = range(2, 17)
+    assert f"{sum(tokens) / len(tokens) / 16:.0%} of the slots" in detail
+
+
+def test_a_block_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Leaking(BlockManager):
+        def free(self, sequence: Any) -> None:
+            if sequence.group.request_id == "watched":
+                self.held = sequence.block_table.block_ids
+                sequence.block_table.block_ids = type(self.held)("i")
+            super().free(sequence)
+
+        def check_integrity(self, sequences: Any) -> None:
+            pass
+
+    monkeypatch.setattr(llm_engine, "BlockManager", Leaking)
+    assert not finding(compare(TINY_MOE, layer=0), "KV cache").same
 
 
 def test_changed_outputs_are_found(tmp_path: Path) -> None:

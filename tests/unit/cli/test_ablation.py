@@ -1,0 +1,50 @@
+"""`bench --engine embedded --ablate`: what it prints, and which options are not for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from moe_optimizer.cli.main import main
+from moe_optimizer.errors import ExitCode
+from moe_optimizer.measure.ablation import run
+from moe_optimizer.measure.ablation.rungs import OPTIMIZATIONS
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY_MOE = str(ROOT / "examples" / "tiny-moe")
+ABLATE = ["bench", TINY_MOE, "--engine", "embedded", "--ablate"]
+
+
+def test_the_rungs_are_printed_as_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    # A rung is a process that imports the engine: two say what all say.
+    monkeypatch.setattr(run, "OPTIMIZATIONS", OPTIMIZATIONS[:2])
+    assert main([*ABLATE, "--dtype", "float32", "--repetitions", "2", "--json"]) == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    schema = json.loads((ROOT / "docs" / "schemas" / "ablation.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(printed)
+    assert [(rung["name"], len(rung["seconds"]), rung["equal"]) for rung in printed["rungs"]] == [
+        ("naive loop", 2, 1.0), ("kv_cache", 2, 1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["bench", TINY_MOE, "--ablate"], "--engine vllm --ablate"),
+        (["bench", TINY_MOE, "--engine", "embedded"], "--ablate together"),
+        ([*ABLATE, "--clients", "4"], "--clients"),
+        ([*ABLATE, "--against", "stock"], "--against"),
+        ([*ABLATE, "--enable-fp8"], "--enable-fp8: --ablate"),
+        ([*ABLATE, "--", "--block-size", "16"], "arguments after --: --ablate"),
+    ],
+    ids=str,
+)
+def test_what_is_not_for_it_is_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == ExitCode.BAD_INPUT
+    assert named in capsys.readouterr().err
