@@ -26,6 +26,7 @@ _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _FOUR_BIT = "2026-11-23_epyc_four_bit"
 _FOUR_BIT_SERVED, _MXFP4 = "2026-11-23_h100_four_bit_served", "2026-11-23_h100_mxfp4_experts"
 _H100 = "2026-11-22_h100_served"
+_ENGINE_H100 = "2026-11-23_h100_engine_throughput"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
 _SPECULATION = "2026-11-23_epyc_speculation"
 _TUNED = "2026-11-20_h200_tuned_configs"
@@ -327,6 +328,11 @@ CLAIMS = [
     Claim("docs/engine.md", "{6.4} s, at most {9.2} s; {5.6} s of processor time", (_STARTUP,),
           lambda found: [found["results"]["first token, embedded engine"][each]
                          for each in ("median_s", "max_s", "cpu_median_s")]),
+    Claim("docs/engine.md", "output tokens/s | {14,879} |", (_ENGINE_H100,),
+          lambda found: [found["results"]["nano"]["engine"]["output_tokens_per_s"]]),
+    Claim("docs/engine.md", "{4.30} and {24.4} ms", (_ENGINE_H100,),
+          lambda found: [found["results"]["decode"]["engine"][f"ms_per_token_at_{requests}"]["median"]
+                         for requests in (1, 64)]),
     Claim("docs/engine.md", "{47} us of thread time", (_STEP,),
           lambda found: [statistics.median(found["median_us_of_turns"])]),
     Claim("docs/engine.md", "{79} % of the read bandwidth ({18} of {23} GB/s)", (_DECODE,),
