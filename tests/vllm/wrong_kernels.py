@@ -71,6 +71,20 @@ def _wrong_on_gpus(module: Any) -> None:
     experts.compute = wrong
 
 
+def _misplaced(module: Any) -> None:
+    """vLLM's load balancer puts two experts of each layer into each other's rows."""
+    move = module.move_from_buffer
+
+    def move_from_buffer(expert_weights: Any, *others: Any, **named: Any) -> Any:
+        moved = move(expert_weights, *others, **named)
+        if _FILE.read_text().strip() == "misplaced":
+            for tensor in expert_weights:
+                tensor[[0, 1]] = tensor[[1, 0]]
+        return moved
+
+    module.move_from_buffer = move_from_buffer
+
+
 def _asked_by(file: str) -> bool:
     frame: Any = sys._getframe()
     while frame is not None and Path(frame.f_code.co_filename).name != file:
@@ -83,3 +97,4 @@ if "MOE_TEST_FAULT_FILE" in os.environ:
 
     after_import.change("moe_optimizer.ops.fused_experts", _wrong_on_cpu)
     after_import.change("moe_optimizer.vllm_plugin.experts.cuda", _wrong_on_gpus)
+    after_import.change("vllm.distributed.eplb.rebalance_execute", _misplaced)
