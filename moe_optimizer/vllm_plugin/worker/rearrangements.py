@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 if TYPE_CHECKING:
+    import torch
+
     from moe_optimizer.vllm_plugin.experts.self_check import CheckResult
 
 logger = get_logger(__name__)
@@ -110,6 +110,8 @@ class Rearrangements:
 
         A rank that cannot read its own takes part all the same: the others wait for it.
         """
+        import torch
+
         if self._balancer is None or self._worker.vllm_config.parallel_config.enable_elastic_ep:
             return
         for key, state in self._balancer.model_states.items():
@@ -264,6 +266,8 @@ def _contradiction(logical: torch.Tensor, slots: torch.Tensor, replicas: torch.T
         slots: of each expert [E, at least its replicas].
         replicas: number of slots of each expert [E].
     """
+    import torch
+
     slots, replicas = slots.cpu().long(), replicas.cpu().long()
     used = torch.arange(slots.shape[1], device="cpu") < replicas[:, None]
     experts, places = used.nonzero(as_tuple=True)
