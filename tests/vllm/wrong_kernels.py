@@ -83,8 +83,11 @@ def _wrong_on_gpus(module: Any) -> None:
         import torch
 
         mistake = _FILE.read_text().strip()
-        wrong_here = mistake == "captured" or (mistake == "captured by vllm" and not _asked_by("canary.py"))
-        if wrong_here and torch.cuda.is_current_stream_capturing():
+        by_vllm = mistake.startswith("captured by vllm") and not _asked_by("canary.py")
+        if (mistake == "captured" or by_vllm) and torch.cuda.is_current_stream_capturing():
+            if mistake.endswith("other experts"):
+                ids = call.topk_ids
+                call = call._replace(topk_ids=torch.where(ids >= 0, (ids + 1) % call.w1.shape[0], ids).to(ids.dtype))
             call = call._replace(topk_weights=call.topk_weights * 1.1)
         return compute(self, call)
 
