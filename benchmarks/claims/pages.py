@@ -226,7 +226,7 @@ def _same_row(record: Any) -> list[float]:
 
 def _decoded(found: Any, label: str) -> list[float]:
     """Return the largest difference in the bundled and in the deeper model."""
-    mistake = {"right": "", "noise": "noise", "a": "decode: scale"}[label.split()[0]]
+    mistake = {"right": "", "noise": "noise", "a": "decode: scale"}[label.split(maxsplit=1)[0]]
     return [
         max(each["largest"] for each in found["samples"]
             if (each["model"], each["format"], each["mistake"]) == (model, "bfloat16", mistake))
