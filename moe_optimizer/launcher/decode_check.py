@@ -12,11 +12,12 @@ prompts, and the prompts agreeing with themselves when they are asked in another
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,8 +234,9 @@ class _Asked:
         self._question = question
         self._deadline = deadline
         self._salt = 0
-        self._places: list[_Place] = []
-        self._in_prompts: list[float] = []
+        self._places: list[list[_Place]] = []
+        """Of the last trial: one list for each place in the answers, with a token of every request."""
+        self._in_prompts: list[list[float]] = []
 
     def more_time(self, seconds: float) -> None:
         """Let what looks wrong be looked at once more."""
@@ -263,38 +265,38 @@ class _Asked:
         self._places, self._in_prompts = [], []
         try:
             answers = self._complete(prompts, length)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                tokens, values = [_token(text) for text in answer["tokens"]], answer["token_logprobs"]
-                for index in range(length - _places(batch), length):
-                    self._places.append(_Place([*prompt, *tokens[:index]], tokens[index], values[index]))
-            self._in_prompts = self._read(self._places)
+            for index in range(length - _places(batch), length):
+                self._places.append([_place(*pair, index) for pair in zip(prompts, answers, strict=True)])
+            # One request for each: prompts of which one begins as another would share what the cache has of it.
+            self._in_prompts = [self._read(places) for places in self._places]
         except _NotANumberError:
             self._places = []
             return [math.inf] * (batch * _places(batch))
-        pairs = zip(self._places, self._in_prompts, strict=True)
-        return [abs(place.logprob - in_prompt) for place, in_prompt in pairs]
+        decoded = [place.logprob for places in self._places for place in places]
+        return _differences(decoded, itertools.chain.from_iterable(self._in_prompts))
 
     def prompts_again(self) -> list[float]:
-        """Ask for the prompts of the last trial in another order and half of them at once; return the differences."""
-        count = len(self._places)
-        order = list(reversed(range(count)))
-        halves = (order[: count // 2], order[count // 2 :])
+        """Ask for the prompts of the last trial in another order, beside another one; return the differences."""
+        again: list[float] = []
         try:
-            again = [value for half in halves for value in self._read([self._places[index] for index in half])]
+            for places in self._places:
+                again += reversed(self._read(places[::-1], beside=[Prompts(-1).of(self._question.prompt_tokens)]))
         except _NotANumberError:
             return []
-        return [abs(self._in_prompts[index] - value) for index, value in zip(order, again, strict=True)]
+        return _differences(itertools.chain.from_iterable(self._in_prompts), again)
 
-    def _read(self, places: Sequence[_Place]) -> list[float]:
+    def _read(self, places: Sequence[_Place], *, beside: Sequence[list[int]] = ()) -> list[float]:
         """Return the log-probability of each token where the text before it is a prompt.
 
         One that is not among the best counts as the one of them that is farther away.
+
+        Args:
+            places: the tokens.
+            beside: prompts that are computed with them.
         """
-        if not places:
-            return []
-        answers = self._complete([place.before for place in places], 1)
+        answers = self._complete([*(place.before for place in places), *beside], 1)
         found, spreads = [], []
-        for place, answer in zip(places, answers, strict=True):
+        for place, answer in zip(places, answers, strict=False):
             best = {_token(text): value for text, value in answer["top_logprobs"][0].items()}
             farther = max(best.values(), key=lambda value, place=place: abs(value - place.logprob))
             found.append(best.get(place.token, farther))
@@ -324,6 +326,15 @@ class _Asked:
             raise _NotAskedError("no time") from None
         except OSError as error:
             raise _NotAskedError(described(error)) from error
+
+
+def _place(prompt: list[int], answer: Mapping[str, Any], index: int) -> _Place:
+    tokens = [_token(text) for text in answer["tokens"]]
+    return _Place([*prompt, *tokens[:index]], tokens[index], answer["token_logprobs"][index])
+
+
+def _differences(one: Iterable[float], other: Iterable[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(one, other, strict=True)]
 
 
 def _token(text: str) -> int:

@@ -76,6 +76,14 @@ def test_nothing_that_was_decoded_is_read_from_the_cache() -> None:
     assert [len(body["prompt"]) for body in decoded] == list(QUESTION.batches)
 
 
+def test_no_prompt_begins_as_another_of_its_request_does() -> None:
+    server = Server(lambda batch, row: -2.0 if batch == 8 else 0.0)
+    found(server)
+    for body in server.bodies:
+        beginnings = [tuple(prompt[: QUESTION.prompt_tokens]) for prompt in body["prompt"]]
+        assert len(set(beginnings)) == len(beginnings)
+
+
 @pytest.mark.parametrize(
     ("batch", "decoding"),
     [
