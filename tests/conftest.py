@@ -51,6 +51,7 @@ _ORDER = (
     "test_fp8_memory.py",
     "test_four_bit.py",
     "test_speculation.py",
+    "test_decode_check.py",
     _OTHERS,
     "test_fp8_sensitivity.py",
     "test_killed_launcher.py",

@@ -29,6 +29,7 @@ _H100 = "2026-11-22_h100_served"
 _ENGINE_H100 = "2026-11-23_h100_engine_throughput"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
 _SPECULATION = "2026-11-23_epyc_speculation"
+_DECODE_CHECK = "2026-11-23_epyc_decode_check"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _CLIENTS = ("1", "16", "128")
 
@@ -259,6 +260,16 @@ def _same_row(record: Any) -> list[float]:
     return [max(100 * abs(size["ratio"] - 1) for size in record["sizes"] if size["same_row"])]
 
 
+def _decoded(found: Any, label: str) -> list[float]:
+    """Return the largest difference in the bundled and in the deeper model."""
+    mistake = {"right": "", "noise": "noise", "a": "decode: scale"}[label.split(maxsplit=1)[0]]
+    return [
+        max(each["largest"] for each in found["samples"]
+            if (each["model"], each["format"], each["mistake"]) == (model, "bfloat16", mistake))
+        for model in ("tiny-moe", "deep")
+    ]  # fmt: skip
+
+
 CLAIMS = [
     Table("docs/passes/disaggregation.md", "| | one server", "Measured on two cores", 1, (_DISAGGREGATION,),
           _disaggregation),
@@ -280,6 +291,8 @@ CLAIMS = [
     Table("docs/passes/expert_placement.md", "| | load |", "The table compares CPU time", 2, (_PLACEMENT,),
           _Sizes().row),
     Table("docs/passes/expert_placement.md", "| E |", "Time for each unit", 1, (_PLACEMENT,), _placement_growth),
+    Table("docs/passes/flash_dmoe.md", "| largest difference", "`--no-decode-check` leaves", 1, (_DECODE_CHECK,),
+          _decoded),
     Table("docs/passes/fp8.md", "| | bundled", "Perplexity, served on one H200", 1, _QUALITY, _fp8),
     Claim("docs/passes/fp8.md", "compiled nothing afterwards; stock vLLM in BF16 was ready after {151} s",
           (_H100_FP8,), lambda found: found["sides"][1]["ready_s"]),

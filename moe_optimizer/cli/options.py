@@ -278,6 +278,7 @@ class ServeOptions(AimOptions, ServersOptions):
         default=0,
     )
     no_warm_up: bool = flag("--no-warm-up", "Be ready as soon as vLLM answers, although first requests may compile.")
+    no_decode_check: bool = flag("--no-decode-check", "Do not compare what is decoded with prompts before ready.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def _serve_file(options: ServeOptions) -> messages.Output | int:
 def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLines, *, warm: bool) -> int:
     """Serve until a signal comes or a server ends; return the exit code."""
     from moe_optimizer.cli.ready_server import ready_server
-    from moe_optimizer.launcher import launch
+    from moe_optimizer.launcher import decode_check, launch
     from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 
     lines.warn(plan.warnings)
@@ -112,6 +112,7 @@ def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLine
             strict=options.strict,
             ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
             warm_up_s=DEFAULT_LIMIT_S if warm and not options.no_warm_up else 0.0,
+            decode_check_s=decode_check.DEFAULT_LIMIT_S if warm and not options.no_decode_check else 0.0,
             stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
             echo=lines.line,
             live=lines.live if messages.use_color(sys.stderr) and not options.verbose else None,

@@ -48,6 +48,7 @@ class Evidence:
         self._strict = strict
         self._proofs: dict[str, tuple[Proof, ...]] = {}
         self._observed: dict[str, Observed] = {}
+        self._decoded: dict[str, str] = {}
 
     def collect(self, pause: Callable[[float], None]) -> None:
         """Wait for a complete proof of every worker, within limits; observe whether the servers of a group work as one.
@@ -58,14 +59,18 @@ class Evidence:
         on = {decision.pass_name: decision for decision in self._plan.decisions if decision.status is Status.ON}
         # Before any other request, whose prompt would be in the servers' own caches.
         if TRANSFER_PASS in on:
-            self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
+            self._observed[TRANSFER_PASS] = while_pausing(pause, lambda: observed_transfer(self._deployment))
         if REPLICAS_PASS in on:
-            self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_traffic(self._deployment))
+            self._observed[REPLICAS_PASS] = while_pausing(pause, lambda: observed_traffic(self._deployment))
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
         if TUNED_PASS in on:
             logs = [server.folder.log_path for server in self._deployment.servers]
             self._observed[TUNED_PASS] = observed_use(on[TUNED_PASS], logs)
+
+    def decoded(self, server: Service, outcome: str) -> None:
+        """Note what the decode check says of a server."""
+        self._decoded[server.title] = outcome
 
     @property
     def proofs(self) -> tuple[Proof, ...]:
@@ -90,7 +95,9 @@ class Evidence:
     def outcome(self) -> Outcome:
         """Return what became of the plan."""
         absent = f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
-        return judge(self._plan, self._proofs, self.required, absent=absent, observed=self._observed)
+        return judge(
+            self._plan, self._proofs, self.required, absent=absent, observed=self._observed, decoded=self._decoded
+        )
 
     def require_not_refused(self) -> None:
         """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass.
@@ -119,14 +126,14 @@ class Evidence:
             if waited > _WARM_UP_AFTER_S and not warmed_up:
                 # Most builds of vLLM run the model while warming up; for the others, one token does it.
                 with contextlib.suppress(OSError):
-                    _while_pausing(
+                    while_pausing(
                         pause, lambda: server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
                     )
                 begin, warmed_up = time.monotonic(), True
             pause(_POLL_S)
 
 
-def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
+def while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
     """Return the result of `ask`; `pause` may raise before, so that a stop does not wait for an answer."""
     executor = concurrent.futures.ThreadPoolExecutor(1)
     asked = executor.submit(ask)

@@ -46,6 +46,7 @@ def serve(
     strict: bool = False,
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
+    decode_check_s: float = 0.0,
     stall_timeout_s: float = 0.0,
     echo: Callable[[str], None] | None = None,
     live: Callable[[str], None] | None = None,
@@ -57,7 +58,8 @@ def serve(
     however it comes.
 
     Args:
-        plan, run_dir, require, strict, warm_up_s, stall_timeout_s, echo, live, verbose: see `Supervisor`.
+        plan, run_dir, require, strict, warm_up_s, decode_check_s, stall_timeout_s, echo, live, verbose: see
+            `Supervisor`.
         on_ready: called each time everything is ready.
         restarts: how often the servers are started again when they end or hang after they were ready.
         ready_timeout_s: how long everything may take to answer.
@@ -65,7 +67,7 @@ def serve(
     Raises:
         StopRequestedError: a signal came.
         InputError, UnsupportedError: nothing can be started like this, or vLLM refuses its arguments.
-        RequiredNotAppliedError: a required pass did not run.
+        RequiredNotAppliedError: a required pass did not run, or the decode check found our kernels wrong.
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     served, say = Served(), echo or (lambda _line: None)
@@ -73,7 +75,7 @@ def serve(
         while True:
             run = Supervisor(
                 plan, run_dir, served=served, require=require, strict=strict, warm_up_s=warm_up_s,
-                stall_timeout_s=stall_timeout_s, echo=echo, live=live, verbose=verbose,
+                decode_check_s=decode_check_s, stall_timeout_s=stall_timeout_s, echo=echo, live=live, verbose=verbose,
             )  # fmt: skip
             try:
                 with run.started(stops):
@@ -106,11 +108,12 @@ def running(
     require: frozenset[str] = frozenset(),
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
+    decode_check_s: float = 0.0,
 ) -> Iterator[ServerInfo]:
     """Serve `plan` while the block lasts, quietly and without a look at signals. For tests and benchmarks.
 
     Raises: as `serve`, but for StopRequestedError.
     """
-    run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s)
+    run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s, decode_check_s=decode_check_s)
     with run.started():
         yield run.wait_until_ready(ready_timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import shutil
 import sys
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher.address import who_is_answered
+from moe_optimizer.launcher.decode_check import check_decode, decode_question
 from moe_optimizer.launcher.deployment import Deployment
-from moe_optimizer.launcher.evidence import Evidence
+from moe_optimizer.launcher.evidence import Evidence, while_pausing
 from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.http_client import api_key
 from moe_optimizer.launcher.run_folder import RunFolder
@@ -28,6 +30,7 @@ from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.launcher.traffic import read_router
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.server_processes import process_is_alive
 
@@ -48,6 +51,7 @@ class Supervisor:
         require: passes that must run, besides those that the plan requires.
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
+        decode_check_s: how long the decode check of each server may take; 0: there is none.
         stall_timeout_s: how long requests may make no progress until the server counts as hanging; 0: for ever.
         echo: takes the messages for the user, line by line; None: there are none.
         live: takes the state of a start again and again, for a line that is written over; None: there is none.
@@ -63,13 +67,14 @@ class Supervisor:
         require: frozenset[str] = frozenset(),
         strict: bool = False,
         warm_up_s: float = 0.0,
+        decode_check_s: float = 0.0,
         stall_timeout_s: float = 0.0,
         echo: Callable[[str], None] | None = None,
         live: Callable[[str], None] | None = None,
         verbose: bool = False,
     ) -> None:
         self._plan = plan
-        self._warm_up_s = warm_up_s
+        self._warm_up_s, self._decode_check_s = warm_up_s, decode_check_s
         self._echo, self._live = echo or (lambda _line: None), live
         self._verbose = verbose
         self._stall_timeout_s = stall_timeout_s
@@ -96,7 +101,7 @@ class Supervisor:
             self._ledger = StartUpLedger()
             try:
                 for server in self._deployment.servers:
-                    server.folder.set_warming(warming=self._warm_up_s > 0)
+                    server.folder.set_warming(warming=self._asks_before_ready)
                     self._start(server)
                 yield
             finally:
@@ -106,6 +111,10 @@ class Supervisor:
                         self._echo(f"stopping{self._served.to_finish(self._plan.serve_args.drain_timeout_s())}")
                 finally:
                     self._deployment.stop(hurry=lambda: len(stops) > 1, drain=self._ready and not self._hangs)
+
+    @property
+    def _asks_before_ready(self) -> bool:
+        return self._warm_up_s > 0 or self._decode_check_s > 0
 
     def _start(self, service: Service) -> None:
         name = "vLLM" if service.title == "server" else f"the {service.title}"
@@ -131,18 +140,13 @@ class Supervisor:
         self._ledger.ended("vLLM answers")
         progress.ended()
         front = self._deployment.front
-        if self._warm_up_s:
-            # What the proofs need is asked first: its prompts may be in no cache yet.
-            self._evidence.collect(self._pause)
-            self._evidence.outcome().require(hint=self._deployment.servers[0].log_hint)
-            self._ledger.ended("proofs")
-            self._warm_up()
-            self._ledger.ended("warm-up")
+        if self._asks_before_ready:
+            self._ask_before_ready()
         start_up_s = time.monotonic() - self._started_at
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
-        if not self._warm_up_s:
+        if not self._asks_before_ready:
             self._evidence.collect(self._pause)
         phases = self._ledger.phases(self._deployment.servers[0].folder.log_path)
         model, servers = self._model(), tuple(self._described(server) for server in self._deployment.servers)
@@ -178,13 +182,53 @@ class Supervisor:
             restarts=self._served.restarts,
         )
 
+    def _ask_before_ready(self) -> None:
+        """Collect the proofs, warm up, compare what is decoded with what is read.
+
+        Raises:
+            RequiredNotAppliedError: a required pass does not run, or our kernels compute something else when decoding.
+        """
+        # What the proofs need is asked first: its prompts may be in no cache yet.
+        self._evidence.collect(self._pause)
+        self._evidence.outcome().require(hint=self._deployment.servers[0].log_hint)
+        self._ledger.ended("proofs")
+        if self._warm_up_s:
+            self._warm_up()
+            self._ledger.ended("warm-up")
+        if self._decode_check_s:
+            self._check_decode()
+            self._ledger.ended("decode check")
+        for server in self._deployment.servers:
+            server.folder.set_warming(warming=False)
+
     def _warm_up(self) -> None:
         result = warm_up_deployment(
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
-        for server in self._deployment.servers:
-            server.folder.set_warming(warming=False)
         self._echo(result.in_words())
+
+    def _check_decode(self) -> None:
+        """Compare what each server decodes with what it reads.
+
+        Raises:
+            RequiredNotAppliedError: they are not the same, and our kernels compute.
+        """
+        model = self._model()
+        for server in self._deployment.servers:
+            question = decode_question(self._plan, server.client.max_model_len())
+            check = functools.partial(check_decode, server.client, model, question, limit_s=self._decode_check_s)
+            found = while_pausing(self._pause, check)
+            self._evidence.decoded(server, found.in_words())
+            if not found.wrong:
+                continue
+            wrong = f"{server.title}: {found.wrong}"
+            if not any(isinstance(each.params, FlashDmoeParams) for each in self._plan.plugin_decisions):
+                self._echo(f"warning: decode check: {wrong}")
+                continue
+            raise RequiredNotAppliedError(
+                f"decode check: {wrong}",
+                hint="serve without our kernels: --disable-flash-dmoe; or without this check: --no-decode-check",
+            )
 
     def _wait_for(
         self, service: Service, deadline: float, timeout_s: float, look: Callable[[], None] = lambda: None

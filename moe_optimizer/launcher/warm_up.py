@@ -121,7 +121,7 @@ def warm_up(
 
 def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
     """Yield the requests of a round: decode batches, prompts of many lengths, sampling, streams, both at once."""
-    prompts = _Prompts(seed)
+    prompts = Prompts(seed)
     room = shapes.max_model_len - 8
     for batch in _batches(shapes.max_num_seqs):
         length = max(1, min(5, room))
@@ -164,13 +164,14 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
 )
 
 
-class _Prompts:
+class Prompts:
     """Random prompts, so that none is found in the prefix cache."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def of(self, length: int) -> list[int]:
+        """Return the next prompt, of so many tokens."""
         return [self._random.randrange(10, _TOKEN_IDS) for _ in range(length)]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.table import Row, compiled_after_ready, joined_rows, proof_rows, render_table
@@ -47,6 +49,7 @@ def judge(
     *,
     absent: str,
     observed: Mapping[str, Observed],
+    decoded: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Return the outcome of a run.
 
@@ -56,17 +59,32 @@ def judge(
         required: names of the passes that must run on every server.
         absent: why a server may have written no proof at all.
         observed: pass name -> what the launcher observed of it.
+        decoded: server -> what the launcher's decode check says; it stands beside the canary.
     """
     missing: dict[str, None] = {}
     for server, written in proofs.items():
         reasons = not_running(plan, written, required, absent=absent, observed=observed)
         prefix = f"{server}: " if len(proofs) > 1 else ""
         missing |= {f"{prefix}{name}: {reason}": None for name, reason in sorted(reasons.items())}
-    tables = {server: proof_rows(plan, written, absent=absent, observed=observed) for server, written in proofs.items()}
+    tables = {
+        server: _with_decoded(plan, proof_rows(plan, written, absent=absent, observed=observed), decoded.get(server))
+        for server, written in proofs.items()
+    }
     every = [proof for written in proofs.values() for proof in written]
     return Outcome(
         rows=joined_rows(tables),
         kernels=kernels_in_use(every),
         compilations=compiled_after_ready(every),
         missing=tuple(missing),
+    )
+
+
+def _with_decoded(plan: Plan, rows: tuple[Row, ...], outcome: str | None) -> tuple[Row, ...]:
+    """Return the rows of a server with the outcome of its decode check behind the canary of the experts."""
+    ours = {each.pass_name for each in plan.plugin_decisions if isinstance(each.params, FlashDmoeParams)}
+    if not outcome:
+        return rows
+    return tuple(
+        replace(row, canary="; ".join(filter(None, (row.canary, outcome)))) if row.pass_name in ours else row
+        for row in rows
     )

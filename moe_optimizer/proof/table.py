@@ -36,7 +36,7 @@ class Row:
     """As `applied`, with the number of layers or another detail from the workers; "-" for what is not proven."""
     why_not: str
     canary: str = ""
-    """Outcome of the check of the kernels through the server's own layers; "" where there is none."""
+    """Outcome of the check of the kernels through the server's own layers, and of the decode check; "" where none."""
 
 
 _NARROWEST = 10

@@ -39,7 +39,7 @@ SURFACE = {
     | AIM
     | {
         "--plan", "--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--restart", "--calibrate",
-        "--no-warm-up",
+        "--no-decode-check", "--no-warm-up",
     },
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | AIM | {"--explain", "--nodes", "--render"},

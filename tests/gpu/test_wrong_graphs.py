@@ -1,17 +1,22 @@
 """A kernel that is wrong only in captured graphs passes every check that runs without them.
 
-The canary, which captures graphs of single layers, ends the start; `quality` catches what is wrong in vLLM's alone.
+The canary, which captures graphs of single layers, ends the start. So does the decode check where vLLM's alone are
+grossly wrong; `quality` catches what is less.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.launcher.launch import running
 from moe_optimizer.measure.bench.side import STOCK, Side
 from moe_optimizer.measure.quality.result import QualityResult
 from moe_optimizer.measure.quality.run import run_quality
@@ -20,7 +25,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from tests.free_ports import free_port
 from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm import wrong_kernels
-from tests.vllm.conftest import FORKED
+from tests.vllm.conftest import FORKED, READY_TIMEOUT_S
 from tests.vllm.test_measured import quietly, request_of
 
 pytestmark = pytest.mark.gpu
@@ -30,19 +35,26 @@ LARGEST = 16
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", str(LARGEST))
 
 
-def judged(folder: Path, mistake: str) -> QualityResult:
-    """Serve our kernels and stock vLLM, one after the other, and compare them."""
+@contextlib.contextmanager
+def mistaken(folder: Path, mistake: str) -> Iterator[None]:
+    """Have the servers of this block make a mistake."""
     site, switch = folder / "site", folder / "mistake"
     site.mkdir()
     switch.write_text(mistake)
     shutil.copy(wrong_kernels.__file__, site / "sitecustomize.py")
     shutil.copy(FORKED / "after_import.py", site)
-    ours = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
-    arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
-    stock = Side(name=STOCK, plan=ours.replace(serve_args=arguments))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
         patch.setenv("MOE_TEST_FAULT_FILE", str(switch))
+        yield
+
+
+def judged(folder: Path, mistake: str) -> QualityResult:
+    """Serve our kernels and stock vLLM, one after the other, and compare them."""
+    ours = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
+    arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
+    stock = Side(name=STOCK, plan=ours.replace(serve_args=arguments))
+    with mistaken(folder, mistake):
         return run_quality(request_of(Side(name="ours", plan=ours), stock, folder / "run"), on_step=quietly)
 
 
@@ -64,3 +76,17 @@ def test_a_kernel_that_is_wrong_in_vllms_graphs_alone_is_caught_where_they_run(t
     assert "decode, 1 at once" in failed, render(found)
     prompts = [where for where in failed if where.startswith("prefill")]
     assert all(int(where.split()[1]) <= LARGEST for where in prompts), render(found)
+
+
+@pytest.mark.parametrize("mistake", ["", "captured by vllm: other experts"])
+def test_what_vllms_graphs_alone_decode_is_compared_before_ready(tmp_path: Path, mistake: str) -> None:
+    plan = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
+    run = running(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, decode_check_s=60.0)
+    with mistaken(tmp_path, mistake):
+        if mistake:
+            with pytest.raises(RequiredNotAppliedError, match="decode check"), run:
+                pass
+            return
+        with run as info:
+            (row,) = [each for each in info.rows if each.pass_name == "flash_dmoe"]
+    assert re.search(r"; passed decode against prompt: \d+ tokens at 1, 8, 16 requests", row.canary), row.canary

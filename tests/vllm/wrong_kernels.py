@@ -15,6 +15,8 @@ from typing import Any
 BATCH = 8
 """Tokens in a step at which some mistakes are made."""
 MANY = 200
+FEW = 64
+"""Tokens up to which the mistakes of decode steps are made; also of prompts that are so short."""
 SLOW_S = 0.2
 """Longer by each call. A layer takes less than a millisecond, on a machine that does much else some tens."""
 _FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
@@ -40,15 +42,33 @@ def _wrong_on_cpu(module: Any) -> None:
             topk_weights = torch.where(topk_ids == 5, topk_weights * 1.5, topk_weights)
         elif mistake == "swapped":
             topk_ids = torch.where(topk_ids == 3, 4, torch.where(topk_ids == 4, 3, topk_ids)).to(topk_ids.dtype)
+        elif mistake.startswith("decode") and tokens <= FEW and not _asked_by("self_check.py"):
+            topk_weights, topk_ids = _decoded_wrong(mistake, topk_weights, topk_ids, w13.shape[0])
+        elif mistake == "noise":
+            topk_weights = topk_weights * (1 + 0.02 * torch.randn_like(topk_weights))
         elif mistake == "frozen" and tokens == BATCH:
             # As a graph whose inputs were those of its capture: what it was given first, at every replay.
             x = _captured.setdefault((str(w13.data_ptr()), tokens), x.clone())
         found = kernel(x, w13, w2, topk_weights, topk_ids, **others)
-        if mistake == "no number" and tokens == BATCH:
+        if (mistake == "no number" and tokens == BATCH) or (
+            mistake == "decode: no number" and tokens <= FEW and not _asked_by("self_check.py")
+        ):
             found.fill_(float("nan"))
         return found
 
     module.fused_experts = fused_experts
+
+
+def _decoded_wrong(mistake: str, weights: Any, ids: Any, experts: int) -> tuple[Any, Any]:
+    """Return what a kernel takes for the routing of a few tokens."""
+    import torch
+
+    if mistake == "decode: other experts":
+        ids = torch.where(ids >= 0, (ids + 1) % experts, ids).to(ids.dtype)
+    elif mistake == "decode: two swapped":
+        ids = torch.where(ids == 3, 4, torch.where(ids == 4, 3, ids)).to(ids.dtype)
+    factor = {"decode: nothing": 0.0, "decode: scale": 1.02, "decode: half more": 1.5}.get(mistake, 1.0)
+    return weights * factor, ids
 
 
 def _wrong_on_gpus(module: Any) -> None:
@@ -63,12 +83,29 @@ def _wrong_on_gpus(module: Any) -> None:
         import torch
 
         mistake = _FILE.read_text().strip()
-        wrong_here = mistake == "captured" or (mistake == "captured by vllm" and not _asked_by("canary.py"))
-        if wrong_here and torch.cuda.is_current_stream_capturing():
+        by_vllm = mistake.startswith("captured by vllm") and not _asked_by("canary.py")
+        if (mistake == "captured" or by_vllm) and torch.cuda.is_current_stream_capturing():
+            if mistake.endswith("other experts"):
+                ids = call.topk_ids
+                call = call._replace(topk_ids=torch.where(ids >= 0, (ids + 1) % call.w1.shape[0], ids).to(ids.dtype))
             call = call._replace(topk_weights=call.topk_weights * 1.1)
         return compute(self, call)
 
     experts.compute = wrong
+
+
+def _misplaced(module: Any) -> None:
+    """vLLM's load balancer puts two experts of each layer into each other's rows."""
+    move = module.move_from_buffer
+
+    def move_from_buffer(expert_weights: Any, *others: Any, **named: Any) -> Any:
+        moved = move(expert_weights, *others, **named)
+        if _FILE.read_text().strip() == "misplaced":
+            for tensor in expert_weights:
+                tensor[[0, 1]] = tensor[[1, 0]]
+        return moved
+
+    module.move_from_buffer = move_from_buffer
 
 
 def _asked_by(file: str) -> bool:
@@ -83,3 +120,4 @@ if "MOE_TEST_FAULT_FILE" in os.environ:
 
     after_import.change("moe_optimizer.ops.fused_experts", _wrong_on_cpu)
     after_import.change("moe_optimizer.vllm_plugin.experts.cuda", _wrong_on_gpus)
+    after_import.change("vllm.distributed.eplb.rebalance_execute", _misplaced)

@@ -4,8 +4,9 @@ The self-check compares kernels before vLLM depends on them. The canary goes the
 with its preparation, workspace and finishing, our experts class, the weights that the layer holds now, at the sizes
 that the plan gives to our kernels, and where vLLM captures CUDA graphs also through a graph of the layer that is
 replayed on other inputs than those of its capture. (vLLM's own graphs hold the whole model: their inputs are tokens,
-and no layer's can be chosen.) It runs before the server is ready and after everything that changes weights in place.
-A canary that fails ends the start or the update: compiled and captured graphs cannot go back to vLLM's kernels.
+and no layer's can be chosen.) It runs before the server is ready and after everything that changes weights in place;
+after vLLM's load balancer has moved experts, for one layer (`worker.rearrangements`). A canary that fails ends the
+start, the update or the server: compiled and captured graphs cannot go back to vLLM's kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import torch
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, NotCheckedError, check_layer
+from moe_optimizer.vllm_plugin.experts.self_check import (
+    NUM_EXPERTS,
+    CheckedKernel,
+    CheckResult,
+    NotCheckedError,
+    check_layer,
+)
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall
 from moe_optimizer.vllm_plugin.patch import PatchState, patch_reports
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
@@ -70,17 +77,10 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
                 if worst.reason:
                     break
     except NotCheckedError as error:
-        session.checked(EXPERTS_PASS, f"not run {when}: {error}")
-        logger.warning("the canary of the experts did not run %s: %s", when, error)
+        not_run(session, when, str(error))
         return
     if worst.reason:
-        session.checked(EXPERTS_PASS, f"failed {when}: {worst.reason}")
-        session.refused(EXPERTS_PASS, f"canary {when}: {worst.reason}")
-        session.writer.write()
-        raise RequiredNotAppliedError(
-            f"{EXPERTS_PASS}: the experts compute something else than their weights say ({when}): {worst.reason}",
-            hint="serve without our kernels: --disable-flash-dmoe",
-        )
+        raise failed(session, when, worst.reason)
     if not layers:
         if session.proof.passes[EXPERTS_PASS].layers:
             session.checked(EXPERTS_PASS, f"not run {when}: our kernels were not found in the model's layers")
@@ -93,8 +93,51 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
     )
 
 
+def check_one(
+    session: PluginSession, layer: Any, experts: MoeOptimizerExperts, *, largest: int, turn: int
+) -> CheckResult:
+    """Try one layer while requests wait: few experts, one planned kernel at its fewest tokens, and no graph.
+
+    Args:
+        session: this process's.
+        layer: vLLM's.
+        experts: its experts.
+        largest: most tokens of a forward.
+        turn: counts the calls; the kernels are tried in turn.
+
+    Raises:
+        NotCheckedError: it could not be tried.
+    """
+    with session.not_counting(), torch.inference_mode():
+        return _check(layer, experts, largest=largest, position=turn + 1, graphs=0, most_experts=NUM_EXPERTS)[0]
+
+
+def not_run(session: PluginSession, when: str, why: str) -> None:
+    """Write into the proof that the canary could not run, which says nothing about the experts."""
+    session.checked(EXPERTS_PASS, f"not run {when}: {why}")
+    logger.warning("the canary of the experts did not run %s: %s", when, why)
+
+
+def failed(session: PluginSession, when: str, why: str) -> RequiredNotAppliedError:
+    """Write into the proof that a layer is wrong; return the error that ends the start, the update or the server."""
+    session.checked(EXPERTS_PASS, f"failed {when}: {why}")
+    # A plan that requires the pass raises here, with the same reason.
+    session.refused(EXPERTS_PASS, f"canary {when}: {why}")
+    session.writer.write()
+    return RequiredNotAppliedError(
+        f"{EXPERTS_PASS}: the experts compute something else than their weights say ({when}): {why}",
+        hint="serve without our kernels: --disable-flash-dmoe",
+    )
+
+
 def _check(
-    layer: Any, experts: MoeOptimizerExperts, *, largest: int, position: int, graphs: int
+    layer: Any,
+    experts: MoeOptimizerExperts,
+    *,
+    largest: int,
+    position: int,
+    graphs: int,
+    most_experts: int | None = None,
 ) -> tuple[CheckResult, set[int]]:
     """Return the outcome for one layer, and the numbers of tokens that were tried."""
     served = experts.served(layer, largest=largest, position=position)
@@ -110,7 +153,8 @@ def _check(
         )
         for name, sizes in served.sizes.items()
     }
-    result = check_layer(served.layer, kernels, num_experts=served.num_experts)
+    num_experts = min(served.num_experts, most_experts or served.num_experts)
+    result = check_layer(served.layer, kernels, num_experts=num_experts)
     if result.reason:
         result = CheckResult(result.error, f"{served.layer.name}: {result.reason}")
     return result, {each for sizes in served.sizes.values() for each in sizes}

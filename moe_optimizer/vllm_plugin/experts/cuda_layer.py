@@ -15,7 +15,7 @@ from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, check_layer
+from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, NotCheckedError, check_layer
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
@@ -115,7 +115,11 @@ class CudaLayer:
             )
             for name, sizes in self.sizes(max(tokens, _LEAST_CHECKED), position=position).items()
         }
-        result = check_layer(self._layer, kernels)
+        try:
+            result = check_layer(self._layer, kernels)
+        except NotCheckedError as error:
+            self._refuse(session, f"not tried: {error}")
+            return
         if result.reason:
             self._refuse(session, f"self-check failed: {result.reason}")
             return

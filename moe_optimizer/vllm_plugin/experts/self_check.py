@@ -87,8 +87,15 @@ def check_layer(
         num_experts: how many of its experts are tried.
 
     Raises:
-        NotCheckedError: a kernel says that it could not be tried.
+        NotCheckedError: a kernel says that it could not be tried, or there is no memory for the comparison.
     """
+    try:
+        return _check_layer(layer, kernels, num_experts)
+    except torch.OutOfMemoryError as error:
+        raise NotCheckedError(described(error)) from error
+
+
+def _check_layer(layer: ExpertsLayer, kernels: dict[str, CheckedKernel], num_experts: int) -> CheckResult:
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(layer.name.encode()))
     experts = torch.randperm(layer.num_local_experts, generator=generator, device="cpu")[:num_experts].tolist()
     dense = {expert: layer.format.dense_expert(layer.weights, expert) for expert in experts}
@@ -98,7 +105,7 @@ def check_layer(
             tried = _Trial(layer, dense, tokens, generator, rounded=kernel.rounds_activations)
             try:
                 result = tried.result_of(kernel)
-            except NotCheckedError:
+            except (NotCheckedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, the layer must be computed by something else
                 result = CheckResult(math.inf, described(error))

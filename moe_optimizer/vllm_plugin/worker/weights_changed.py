@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
+from moe_optimizer.vllm_plugin.worker.rearrangements import Rearrangements
 
 logger = get_logger(__name__)
 
@@ -34,19 +35,31 @@ class WatchedWorker:
         self._session = session
         self._worker = worker
         self._discarded = False
+        self._rearrangements = Rearrangements(session, worker)
 
     def watch(self) -> None:
         """Wrap the worker's methods. One that it lacks is not watched: nobody can call it."""
         for name, when in _STARTED.items():
-            self._wrap(name, after=functools.partial(self._check, when))
+            self._wrap(name, after=functools.partial(self._started, when))
         for name, when in _CHANGED.items():
             before = self._refuse_kernel_format if name == "reload_weights" else None
-            self._wrap(name, before=before, after=functools.partial(self._weights_changed, when))
+            self._wrap(name, before=before, after=functools.partial(self._loaded_again, when))
         self._wrap("start_weight_update", before=self._refuse_update)
         self._wrap("sleep", before=self._sleeps)
         self._wrap("wake_up", after=self._woke)
+        self._rearrangements.watch()
 
-    def _check(self, when: str, *_arguments: Any, **_named: Any) -> None:
+    def take_part(self) -> None:
+        """Wrap what all ranks do together, in one that has no plan for the experts: the others may have one."""
+        for name in _STARTED:
+            self._wrap(name, after=lambda *_arguments, **_named: self._rearrangements.model_loaded())
+
+    def _started(self, when: str, *_arguments: Any, **_named: Any) -> None:
+        # Before the check, which may end one rank alone: all take part in it.
+        self._rearrangements.model_loaded()
+        self._check(when)
+
+    def _check(self, when: str) -> None:
         """Run the canary.
 
         Raises:
@@ -63,7 +76,11 @@ class WatchedWorker:
             graphs=largest_known_graph(self._worker),
         )
 
-    def _weights_changed(self, when: str, *_arguments: Any, **_named: Any) -> None:
+    def _loaded_again(self, when: str, *_arguments: Any, **_named: Any) -> None:
+        self._rearrangements.weights_changed()
+        self._weights_changed(when)
+
+    def _weights_changed(self, when: str) -> None:
         from moe_optimizer.vllm_plugin.experts.canary import our_layers
 
         self._discarded = False
@@ -118,5 +135,9 @@ class WatchedWorker:
 
 def watch_experts(session: PluginSession, worker: Any) -> None:
     """Watch a worker in whose model our experts may be."""
+    watched = WatchedWorker(session, worker)
     if session.wanted(EXPERTS_PASS) is not None:
-        WatchedWorker(session, worker).watch()
+        watched.watch()
+    elif session.plans_itself:
+        # Its planning may have failed where that of other ranks has not.
+        watched.take_part()

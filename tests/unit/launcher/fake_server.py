@@ -22,6 +22,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   stall       have a request with which it gets nowhere
   pause       say that it is paused
   killed      say that a process of its own was killed and end with status 0, when it has named its model
+  misdecode   give tokens another log-probability when they are decoded
   fragile     end with status 0 when it is asked for a completion
 """
 
@@ -119,6 +120,19 @@ def compile_for(body: dict[str, Any], *, anew: bool) -> None:
     ProofWriter(folder, proof).write()
 
 
+def choices(body: dict[str, Any], misdecodes: bool) -> list[dict[str, Any]]:
+    """Return an answer to each prompt, always the same tokens."""
+    prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+    count = body.get("max_tokens", 1)
+    value = -3.0 if misdecodes and count > 1 else -0.5
+    logprobs = {
+        "tokens": ["token_id:7"] * count,
+        "token_logprobs": [value] * count,
+        "top_logprobs": [{f"token_id:{7 + place}": value - place for place in range(5)}] * count,
+    }
+    return [{"index": index, "text": "hello", "logprobs": logprobs} for index in range(len(prompts))]
+
+
 def serve(port: int, behaviour: set[str], child: int) -> None:
     last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
     last_paths = {path for name, path in last.items() if name in behaviour}
@@ -154,7 +168,7 @@ def serve(port: int, behaviour: set[str], child: int) -> None:
                 time.sleep(600)
             if "alone" not in behaviour:
                 Handler.received += 16
-            self.answer(json.dumps({"choices": [{"text": "hello"}]}))
+            self.answer(json.dumps({"choices": choices(body, "misdecode" in behaviour)}))
 
         def answer(self, text: str, cut_off: int = 0) -> None:
             body = text.encode()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import launch, warm_up
 from moe_optimizer.launcher.warm_up import Shapes, requests_for
 from moe_optimizer.plan.plan import Plan
@@ -33,7 +33,7 @@ class Stopped(Exception):  # noqa: N818 - ends a server that is ready
     pass
 
 
-def served(plan: Plan, run_dir: Path, limit_s: float) -> list[str]:
+def served(plan: Plan, run_dir: Path, limit_s: float, *, decode_check_s: float = 0.0) -> list[str]:
     """Serve with a warm-up until it is ready; return what was said."""
     said: list[str] = []
 
@@ -41,7 +41,10 @@ def served(plan: Plan, run_dir: Path, limit_s: float) -> list[str]:
         raise Stopped
 
     with pytest.raises(Stopped):
-        serve(plan, run_dir=run_dir, warm_up_s=limit_s, on_ready=on_ready, echo=said.append)
+        serve(
+            plan, run_dir=run_dir, warm_up_s=limit_s, decode_check_s=decode_check_s, on_ready=on_ready,
+            echo=said.append,
+        )  # fmt: skip
     return said
 
 
@@ -74,6 +77,30 @@ def test_without_a_limit_nothing_is_asked(fake: Fake, tmp_path: Path) -> None:
     said = served(fake("compile"), tmp_path, 0.0)
     assert not any("warm" in line for line in said)
     assert "warming" not in (tmp_path / "server.log").read_text()
+
+
+def test_what_is_decoded_is_compared_before_ready_and_the_proof_says_so(fake: Fake, tmp_path: Path) -> None:
+    said = served(fake(), tmp_path, 0.0, decode_check_s=20.0)
+    (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
+    assert any("decode against prompt: 32 tokens at 1, 4 requests" in line for line in joined(said[ready:]))
+    assert not (tmp_path / WARMING_FILE).exists()
+
+
+def joined(lines: list[str]) -> list[str]:
+    """Return paragraphs: the table wraps its lines."""
+    return " ".join(each.strip() or "\n" for each in lines).split("\n")
+
+
+def test_a_server_that_decodes_something_else_is_never_ready(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(RequiredNotAppliedError, match="decode check: server: 1 requests") as refused:
+        serve(fake("misdecode"), run_dir=tmp_path, decode_check_s=20.0, echo=said.append)
+    assert "--no-decode-check" in str(refused.value.hint)
+    assert not any(line.startswith("ready") for line in said)
+
+
+def test_without_the_check_it_is_ready(fake: Fake, tmp_path: Path) -> None:
+    assert any(line.startswith("ready") for line in served(fake("misdecode"), tmp_path, 0.0))
 
 
 def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Fake, tmp_path: Path) -> None:
