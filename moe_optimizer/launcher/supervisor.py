@@ -211,9 +211,12 @@ class Supervisor:
         """Compare what each server decodes with what it reads.
 
         Raises:
-            RequiredNotAppliedError: they are not the same, and our kernels compute.
+            RequiredNotAppliedError: they are not the same, and our kernels compute on a CPU.
         """
         model = self._model()
+        # On GPUs it has not run: nothing shows yet that it is free of false alarms there.
+        ours = any(isinstance(each.params, FlashDmoeParams) for each in self._plan.plugin_decisions)
+        ends = ours and not self._plan.num_gpus
         for server in self._deployment.servers:
             question = decode_question(self._plan, server.client.max_model_len())
             check = functools.partial(check_decode, server.client, model, question, limit_s=self._decode_check_s)
@@ -222,7 +225,7 @@ class Supervisor:
             if not found.wrong:
                 continue
             wrong = f"{server.title}: {found.wrong}"
-            if not any(isinstance(each.params, FlashDmoeParams) for each in self._plan.plugin_decisions):
+            if not ends:
                 self._echo(f"warning: decode check: {wrong}")
                 continue
             raise RequiredNotAppliedError(

@@ -1,7 +1,7 @@
 """A kernel that is wrong only in captured graphs passes every check that runs without them.
 
-The canary, which captures graphs of single layers, ends the start. So does the decode check where vLLM's alone are
-grossly wrong; `quality` catches what is less.
+The canary, which captures graphs of single layers, ends the start. The decode check sees where vLLM's alone are
+grossly wrong, with a warning; `quality` catches what is less.
 """
 
 from __future__ import annotations
@@ -82,11 +82,9 @@ def test_a_kernel_that_is_wrong_in_vllms_graphs_alone_is_caught_where_they_run(t
 def test_what_vllms_graphs_alone_decode_is_compared_before_ready(tmp_path: Path, mistake: str) -> None:
     plan = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
     run = running(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, decode_check_s=60.0)
-    with mistaken(tmp_path, mistake):
-        if mistake:
-            with pytest.raises(RequiredNotAppliedError, match="decode check"), run:
-                pass
-            return
-        with run as info:
-            (row,) = [each for each in info.rows if each.pass_name == "flash_dmoe"]
+    with mistaken(tmp_path, mistake), run as info:
+        (row,) = [each for each in info.rows if each.pass_name == "flash_dmoe"]
+    if mistake:
+        assert "failed decode against prompt" in row.canary, row.canary
+        return
     assert re.search(r"; passed decode against prompt: \d+ tokens at 1, 8, 16 requests", row.canary), row.canary

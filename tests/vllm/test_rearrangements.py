@@ -183,7 +183,7 @@ def served(request: pytest.FixtureRequest, one_rank: None, tmp_path: Path, monke
         ),
     )
     balancer = EplbState(config, torch.device("cpu"))
-    balancer.add_model(model, SimpleNamespace(model="bundled", compute_hash=lambda: "bundled"))  # type: ignore[arg-type]
+    balancer.add_model(model, SimpleNamespace(model="bundled", compute_hash=lambda: "bundled"))  # pyrefly: ignore[bad-argument-type]
     if balancer.is_async:
         moved_in_turn(balancer)
     worker: Any = SimpleNamespace(
@@ -223,7 +223,7 @@ def moved_in_turn(balancer: Any) -> None:
                 old, new, state.model.expert_weights[index], state.expert_buffer, get_ep_group().cpu_group,
                 state.communicator, layer_idx=index,
             )  # fmt: skip
-            state.pending_result = AsyncEplbLayerResult(index, new, moved, Event())  # type: ignore[arg-type]
+            state.pending_result = AsyncEplbLayerResult(index, new, moved, Event())  # pyrefly: ignore[bad-argument-type]
 
     balancer.step = with_thread
 

@@ -57,7 +57,7 @@ class Server:
 
 
 def found(server: Server, *, limit_s: float = 60.0) -> Any:
-    return check_decode(server, "model", QUESTION, limit_s=limit_s)  # type: ignore[arg-type]
+    return check_decode(server, "model", QUESTION, limit_s=limit_s)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_server_that_agrees_with_itself_passes_at_every_size() -> None:
@@ -185,5 +185,5 @@ def test_servers_that_share_a_request_are_not_asked() -> None:
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), wishes=resolve_wishes(("disaggregation",), ())))
     question = decode_question(plan, 32_768)
     server = Server()
-    assert "different servers" in check_decode(server, "model", question, limit_s=9.0).in_words()  # type: ignore[arg-type]
+    assert "different servers" in check_decode(server, "model", question, limit_s=9.0).in_words()  # pyrefly: ignore[bad-argument-type]
     assert server.bodies == []
