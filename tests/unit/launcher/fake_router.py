@@ -5,40 +5,45 @@ Usage: fake_router.py ROUTER_ARGS... with --prefill, --decode and --port among t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
-import urllib.error
-import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    servers = [options["--prefill"], options["--decode"]]
+    ports = [int(options[name].rpartition(":")[2]) for name in ("--prefill", "--decode")]
+    with socket.create_server(("127.0.0.1", int(options["--port"]))) as listener:
+        while True:
+            connection, _ = listener.accept()
+            with contextlib.suppress(ConnectionError), connection:
+                request, answer = received(connection), b""
+                for port in ports:
+                    answer = forwarded(request, port)
+                connection.sendall(answer)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.forward(None)
 
-        def do_POST(self) -> None:
-            self.forward(self.rfile.read(int(self.headers["Content-Length"])))
+def received(connection: socket.socket) -> bytes:
+    """Return a request as it came, with its body."""
+    with connection.makefile("rb") as stream:
+        lines = [stream.readline()]
+        length = 0
+        while lines[-1].strip():
+            lines.append(stream.readline())
+            name, _, value = lines[-1].partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        return b"".join(lines) + stream.read(length)
 
-        def forward(self, body: bytes | None) -> None:
-            answer = b""
-            for server in servers:
-                with urllib.request.urlopen(urllib.request.Request(server + self.path, data=body)) as response:
-                    answer = response.read()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
 
-        def log_request(self, code: object = "-", size: object = "-") -> None:
-            pass
-
-    HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+def forwarded(request: bytes, port: int) -> bytes:
+    """Return what the server there answers; it closes the connection after."""
+    with socket.create_connection(("127.0.0.1", port)) as server:
+        server.sendall(request)
+        with server.makefile("rb") as stream:
+            return stream.read()
 
 
 if __name__ == "__main__":

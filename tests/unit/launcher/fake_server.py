@@ -28,13 +28,16 @@ Usage: fake_server.py PORT BEHAVIOUR...
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +57,16 @@ vllm:cache_config_info{block_size="16",engine="0"} 1.0
 vllm:external_prefix_cache_hits_total{engine="0"} %d.0
 vllm:prompt_tokens_total{engine="0"} %d.0
 """
-CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+CHILD = ("sh", "-c", "trap '' TERM; exec sleep 600")
+PROOF_SCHEMA_VERSION = 1
+"""Of `moe_optimizer.proof.record`, which refuses a proof of another."""
 
 
 def main() -> None:
     port, behaviour = int(sys.argv[1]), set(sys.argv[2:])
     # At once: an exception from a signal handler can come where Python drops it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: os._exit(0))
-    child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
+    child = subprocess.Popen(CHILD, start_new_session="escape" in behaviour)
     print(f"fake server, child {child.pid}, restarts {os.environ['MOE_OPTIMIZER_RESTARTS']}", flush=True)
     if "die" in behaviour:
         print("RuntimeError: the model is made of cheese", flush=True)
@@ -74,31 +79,40 @@ def main() -> None:
         write_proof(child.pid, refused="refuse" in behaviour, wide="wide" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
-    serve(port, behaviour, child.pid)
+    Server(behaviour, child.pid).serve(port)
 
 
 def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
-    from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.proof.record import LayerProof, PassProof, Proof, ProofWriter
-    from moe_optimizer.proof.shown import flag_decisions
-
-    layer = LayerProof(
-        name="0", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="float32", expert_map=False, calls=1
-    )
-    entry = PassProof(
-        requested="x", applied=not refused, ran=not refused, why_not="fallback: cheese" if refused else ""
-    )
-    entry.layers = () if refused else (layer,)
+    """Write what a worker would, by its JSON alone: importing what reads and checks plans takes longer than a test."""
     path = Path(os.environ["MOE_OPTIMIZER_PLAN"])
-    plan = Plan.load(path)
-    proof = Proof(role="worker", rank=0, pid=pid, plan_digest=plan.digest, versions={}, world_size=1, model_rank=0)
-    proof.passes["flash_dmoe"] = entry
-    for decision in flag_decisions(plan):
-        why_not = "not in FP8: bfloat16" if wide else ""
-        proof.passes[decision.pass_name] = PassProof(
-            requested=decision.value, applied=not wide, ran=not wide, why_not=why_not
-        )
-    ProofWriter(path.parent, proof).write()
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+    layer = {
+        "name": "0", "num_local_experts": 8, "hidden_size": 4, "intermediate_size": 2, "dtype": "float32",
+        "expert_map": False, "calls": 1,
+    }  # fmt: skip
+    passes = {
+        "flash_dmoe": {
+            "requested": "x", "applied": not refused, "ran": not refused,
+            "why_not": "fallback: cheese" if refused else "", "layers": [] if refused else [layer],
+        }
+    }  # fmt: skip
+    for decision in plan["decisions"]:
+        fp8_checkpoint = decision["pass_name"] == "fp8" and decision["params"] is None
+        if decision["status"] == "on" and (decision["applier"] == "flags" or fp8_checkpoint):
+            passes[decision["pass_name"]] = {
+                "requested": decision["value"], "applied": not wide, "ran": not wide,
+                "why_not": "not in FP8: bfloat16" if wide else "",
+            }  # fmt: skip
+    proof = {
+        "schema_version": PROOF_SCHEMA_VERSION, "role": "worker", "rank": 0, "pid": pid, "plan_digest": digest,
+        "versions": {}, "world_size": 1, "model_rank": 0, "passes": passes,
+    }  # fmt: skip
+    written = path.parent / "proof" / f"worker-0-{pid}.json"
+    written.parent.mkdir(exist_ok=True)
+    partial = written.with_suffix(".partial")
+    partial.write_text(json.dumps(proof), encoding="utf-8")
+    partial.replace(written)
 
 
 _shapes: list[object] = []
@@ -133,55 +147,67 @@ def choices(body: dict[str, Any], misdecodes: bool) -> list[dict[str, Any]]:
     return [{"index": index, "text": "hello", "logprobs": logprobs} for index in range(len(prompts))]
 
 
-def serve(port: int, behaviour: set[str], child: int) -> None:
-    last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
-    last_paths = {path for name, path in last.items() if name in behaviour}
+class Server:
+    """Answers one request after another. Python's own server takes three times as long to import as all of this."""
 
-    class Handler(BaseHTTPRequestHandler):
-        received = asked = 0
+    def __init__(self, behaviour: set[str], child: int) -> None:
+        last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
+        self.behaviour, self.child = behaviour, child
+        self.last_paths = {path for name, path in last.items() if name in behaviour}
+        self.received = self.asked = 0
 
-        def do_GET(self) -> None:
-            if self.path.startswith("/metrics"):
-                counts = (int("stall" in behaviour), Handler.received, Handler.asked)
-                self.answer("" if "countless" in behaviour else METRICS % counts)
-                return
-            if self.path.startswith("/is_paused"):
-                self.answer(json.dumps({"is_paused": "pause" in behaviour}))
-                return
-            cut_off = 9 if "break" in behaviour else 0
-            self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
-            if "killed" in behaviour and self.path == "/v1/models":
-                print(f"moe-optimizer: process {child} was killed by SIGKILL", flush=True)
-                os._exit(0)
-            if self.path in last_paths:
-                os._exit(0)
+    def serve(self, port: int) -> None:
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            while True:
+                connection, _ = listener.accept()
+                with contextlib.suppress(ConnectionError), connection, connection.makefile("rwb") as stream:
+                    self.answer(stream)
 
-        def do_POST(self) -> None:
-            if "fragile" in behaviour:
-                os._exit(0)
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            Handler.asked += 1
-            if behaviour & {"compile", "restless"}:
-                compile_for(body, anew="restless" in behaviour)
-            if "mute" in behaviour:
-                print("asked", flush=True)
-                time.sleep(600)
-            if "alone" not in behaviour:
-                Handler.received += 16
-            self.answer(json.dumps({"choices": choices(body, "misdecode" in behaviour)}))
+    def answer(self, stream: io.BufferedRWPair) -> None:
+        method, path, _ = (stream.readline() or b"GET / HTTP/1.0").decode().split()
+        length = 0
+        while header := stream.readline().strip():
+            name, _, value = header.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        if method == "POST":
+            self.send(stream, self.completed(json.loads(stream.read(length))))
+        else:
+            self.get(stream, path)
 
-        def answer(self, text: str, cut_off: int = 0) -> None:
-            body = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body[: len(body) - cut_off])
-            self.wfile.flush()
+    def get(self, stream: io.BufferedRWPair, path: str) -> None:
+        if path.startswith("/metrics"):
+            counts = (int("stall" in self.behaviour), self.received, self.asked)
+            self.send(stream, "" if "countless" in self.behaviour else METRICS % counts)
+            return
+        if path.startswith("/is_paused"):
+            self.send(stream, json.dumps({"is_paused": "pause" in self.behaviour}))
+            return
+        cut_off = 9 if "break" in self.behaviour else 0
+        self.send(stream, json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
+        if "killed" in self.behaviour and path == "/v1/models":
+            print(f"moe-optimizer: process {self.child} was killed by SIGKILL", flush=True)
+            os._exit(0)
+        if path in self.last_paths:
+            os._exit(0)
 
-        def log_request(self, code: object = "-", size: object = "-") -> None:
-            pass
+    def completed(self, body: dict[str, Any]) -> str:
+        if "fragile" in self.behaviour:
+            os._exit(0)
+        self.asked += 1
+        if self.behaviour & {"compile", "restless"}:
+            compile_for(body, anew="restless" in self.behaviour)
+        if "mute" in self.behaviour:
+            print("asked", flush=True)
+            time.sleep(600)
+        if "alone" not in self.behaviour:
+            self.received += 16
+        return json.dumps({"choices": choices(body, "misdecode" in self.behaviour)})
 
-    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    @staticmethod
+    def send(stream: io.BufferedRWPair, text: str, cut_off: int = 0) -> None:
+        body = text.encode()
+        stream.write(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[: len(body) - cut_off])
+        stream.flush()
 
 
 if __name__ == "__main__":
