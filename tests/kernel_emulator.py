@@ -217,7 +217,7 @@ def build_emulator() -> Emulator:
         if not library.exists():
             partial = folder / f"{library.name}.{os.getpid()}"
             subprocess.run(
-                [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
+                [compiler, "-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
                  "-fvisibility=hidden", "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}",
                  f"-I{EMULATION}", *(f"-isystem{folder}" for folder in includes),
                  str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],

@@ -477,7 +477,7 @@ inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
   const int depth = op.fp8 ? 32 : 16;
   if (op.a_in_registers) std::memcpy(exchange_of(lane), op.a_registers, 16);
   bar_warp_sync();
-  float a[2][32], b[2][32];
+  float a[2][32], row[32], b[32][8] = {};
   for (int half = 0; half < 2; ++half) {
     if (op.a_in_registers) {
       for (int k = 0; k < depth; ++k) {
@@ -487,14 +487,23 @@ inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
       read_tile_row(op.a, 16 * warp + g + 8 * half, op.fp8, a[half]);
     }
   }
-  for (int first = 0; first < op.columns / 2; first += 4) {  // two columns of two rows each
-    for (int i = 0; i < 2; ++i) read_tile_row(op.b, first * 2 + 2 * t + i, op.fp8, b[i]);
-    float sums[4];
-    for (int r = 0; r < 4; ++r) sums[r] = op.accumulate ? op.d[first + r] : 0.0f;
-    for (int k = 0; k < depth; ++k) {
-      for (int r = 0; r < 4; ++r) sums[r] += a[r / 2][k] * b[r % 2][k];
+  // Two columns of two rows each, of four tiles at a time: sums that do not wait for each other, each in order of k.
+  for (int first = 0; first < op.columns / 2; first += 16) {
+    const int tiles = op.columns / 2 - first < 16 ? (op.columns / 2 - first) / 4 : 4;
+    for (int i = 0; i < 2 * tiles; ++i) {
+      read_tile_row(op.b, (first + i / 2 * 4) * 2 + 2 * t + i % 2, op.fp8, row);
+      for (int k = 0; k < depth; ++k) b[k][i] = row[k];
     }
-    std::memcpy(op.d + first, sums, sizeof(sums));
+    float sums[2][8] = {};
+    for (int r = 0; r < 4 * tiles; ++r) {
+      if (op.accumulate) sums[r % 4 / 2][r / 4 * 2 + r % 2] = op.d[first + r];
+    }
+    for (int k = 0; k < depth; ++k) {
+      for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 8; ++i) sums[half][i] += a[half][k] * b[k][i];
+      }
+    }
+    for (int r = 0; r < 4 * tiles; ++r) op.d[first + r] = sums[r % 4 / 2][r / 4 * 2 + r % 2];
   }
   bar_warp_sync();
 }
