@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
 from moe_optimizer.cli import INTERRUPTED
 
@@ -128,10 +127,10 @@ def _asks_for_verbose(arguments: Sequence[str]) -> bool:
     return "--verbose" in own
 
 
-def _silence(stream: TextIO) -> None:
+def _silence(stream: object) -> None:
     """Redirect `stream` to /dev/null, so that the interpreter's flush at exit does not fail again."""
     try:
-        descriptor = stream.fileno()
+        descriptor = stream.fileno()  # pyrefly: ignore[missing-attribute] - None, or what a caller put there
     except (AttributeError, OSError, ValueError):
         return
     null = os.open(os.devnull, os.O_WRONLY)

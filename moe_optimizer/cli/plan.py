@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import PlanCommandOptions
-from moe_optimizer.cli.other_predictor import with_other_estimate
 from moe_optimizer.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ def command(options: PlanCommandOptions) -> messages.Output:
     if options.render is None:
         plan = planning.make(options)
         if options.explain:
+            from moe_optimizer.cli.other_predictor import with_other_estimate
+
             plan = with_other_estimate(plan)
         return plan_output(plan, as_json=options.json, explain=options.explain)
     if options.json:

@@ -9,20 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.cli import judgement, messages
+from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.engine_checks import missing_packages
 from moe_optimizer.cli.measuring_options import QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import FILE, URL, first_name, planned_alike, sides_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
-from moe_optimizer.plan.decision import Applier, Status, Wish
-from moe_optimizer.plan.plan import Plan
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.bench.side import Side
     from moe_optimizer.measure.quality.request import Alone, QualityRequest
+    from moe_optimizer.plan.plan import Plan
 
 _DEFAULT_TOKENS = 8192
 _GENERATED = 32
@@ -38,6 +36,7 @@ def command(options: QualityOptions) -> messages.Output:
     through the API. Thresholds are the profile's. Exit code 5 if one is not kept; then each pass is measured alone and
     the one at fault is named. With --run-dir, a stopped run goes on where it was.
     """
+    from moe_optimizer.cli import judgement
     from moe_optimizer.measure.bench.side import STOCK
     from moe_optimizer.measure.quality.run import run_quality
     from moe_optimizer.measure.quality.table import render
@@ -110,6 +109,7 @@ def _sides(options: QualityOptions, folder: Path, lines: ProgressLines) -> tuple
     Raises:
         MoeOptimizerError: as `sides_of`; a URL is to be judged, or the embedded engine is no reference here.
     """
+    from moe_optimizer.cli.engine_checks import missing_packages
     from moe_optimizer.measure.bench.side import STOCK, Side
     from moe_optimizer.measure.quality.request import EMBEDDED
 
@@ -135,6 +135,7 @@ def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Ma
     from moe_optimizer.measure.bench.side import Side
     from moe_optimizer.measure.quality.request import Alone
     from moe_optimizer.passes.registry import PASS_NAMES, needed_by
+    from moe_optimizer.plan.decision import Applier, Status, Wish
     from moe_optimizer.profiles.schema import Profile
 
     on = {each.pass_name: each for each in plan.decisions if each.is_optimization}

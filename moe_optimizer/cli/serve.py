@@ -20,9 +20,6 @@ from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
 
-TAKES_VLLM_ARGS = ("serve", "plan", "bench", "quality", "tune", "measure step")
-"""Commands that accept arguments of `vllm serve` after `--`."""
-
 
 @takes(ServeOptions)
 def command(options: ServeOptions) -> messages.Output | int:

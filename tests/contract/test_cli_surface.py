@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from moe_optimizer.cli.app import app
+from moe_optimizer.cli.app import make_app
 from moe_optimizer.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ MEASURE = {
 
 
 def root() -> Any:
-    return typer.main.get_command(app)
+    return typer.main.get_command(make_app())
 
 
 def options_of(command: Any) -> set[str]:

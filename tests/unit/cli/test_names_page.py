@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer import synonyms
-from moe_optimizer.cli.app import app
+from moe_optimizer.cli.app import TAKES_VLLM_ARGS, make_app
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.options import SWITCHES
 from moe_optimizer.errors import InputError
@@ -144,8 +144,6 @@ def test_the_inspector_can_be_imported_from_the_package() -> None:
 def test_the_commands_with_switches_are_those_that_take_synonyms() -> None:
     import typer
 
-    from moe_optimizer.cli.serve import TAKES_VLLM_ARGS
-
-    commands = typer.main.get_group(app).commands
+    commands = typer.main.get_group(make_app()).commands
     switched = [name for name, each in commands.items() if any("--enable-fp8" in option.opts for option in each.params)]
     assert switched == [name for name in TAKES_VLLM_ARGS if " " not in name]
