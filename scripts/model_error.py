@@ -42,13 +42,13 @@ SIDES = {
     "flash_dmoe": {"our_kernels": True},
     "fp8": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"},
     "marlin": {"expert_bits": 4.125, "linear_bits": 4.125, "weights": ""},
+    "four_bit+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4", "our_kernels": True},
     "fp8+flash_dmoe": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True},
 }
 _TRIAL = "an independent trial"
 LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
 FITTED = {
     ("2026-11-22_h100_served", "stock", 1): "REQUEST_US",
-    ("2026-11-21_h200_served", "fp8", 1): "QUANTISE_CALL_US",
 }
 """Cases that a constant was read from; the errors of all others are of predictions."""
 SETTLED = 0.05

@@ -1,7 +1,7 @@
 """Holds the constants of the step model: what a kernel takes beside its bytes and operations.
 
 Each is read from one ledger of a decode step (stock vLLM on one H100, batch sizes 1 to 128) or fitted to the tables of
-kernel speeds; of the served records those at one client are used for QUANTISE_CALL_US and REQUEST_US.
+kernel speeds; of the served records one at one client is used for REQUEST_US.
 `scripts/model_error.py` compares all of them with the records.
 """
 
@@ -22,10 +22,9 @@ traffic whose load nobody measured. Random weights route evenly."""
 LOCK_STEP_PER_DOUBLING = 0.03
 """Share of a step that data parallel copies wait for the slowest of them, for each doubling of their number: assumed.
 Their requests differ in number and length, and each layer's exchange needs all."""
-QUANTISE_CALL_US = 2.2
-"""Quantising the input of a dense product in FP8: the served FP8 record at one client, over its 193 products."""
 MATRIX_CALL_US = 2.9
-"""Start of one dense product: (1385 us - bytes at 3.0 TB/s) / 193 calls at batch 1."""
+"""Start of one dense product: (1385 us - bytes at 3.0 TB/s) / 193 calls at batch 1. FP8 per channel adds nothing that a
+served record at one client shows: its inputs are quantised by the kernels before."""
 MATRIX_BANDWIDTH_SHARE = 0.90
 """Of the datasheet's bandwidth, for weights read by dense products."""
 MATRIX_FLOP_SHARE = 0.65

@@ -103,8 +103,7 @@ class StepModel:
         flop = 2 * (self._linear_params * tokens.total + head * tokens.sampled) / size
         computing = flop / (peak_flops(gpu, question.linear_bits).value * fitted.MATRIX_FLOP_SHARE)
         each_layer = 4 + 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
-        call = fitted.MATRIX_CALL_US + (fitted.QUANTISE_CALL_US if question.linear_bits == 8 else 0)
-        value = 1e6 * max(reading, computing) + call * (each_layer * model.num_layers + 1)
+        value = 1e6 * max(reading, computing) + fitted.MATRIX_CALL_US * (each_layer * model.num_layers + 1)
         return Quantity(value, "us", Source.MODELLED, f"bytes or operations, and calls as in {fitted.LEDGER}")
 
     def _attention_us(self, tokens: Tokens) -> Quantity:

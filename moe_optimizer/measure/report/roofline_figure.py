@@ -10,11 +10,26 @@ from moe_optimizer.costs.roofline import expected_experts_hit, memory_bandwidth,
 from moe_optimizer.measure.report.chart import Point, Series, chart
 from moe_optimizer.measure.report.scale import logarithmic
 from moe_optimizer.measure.report.svg import Picture
+from moe_optimizer.specs.expert_formats import MXFP4_BITS
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
 
-_WEIGHT_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8_block": 8.0 + 32.0 / 128**2, "fp8_channel": 8.0}
-_IN_WORDS = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8_block": "FP8", "fp8_channel": "FP8 per channel"}
+_WEIGHT_BITS = {
+    "fp32": 32.0,
+    "bf16": 16.0,
+    "fp16": 16.0,
+    "fp8_block": 8.0 + 32.0 / 128**2,
+    "fp8_channel": 8.0,
+    "mxfp4": MXFP4_BITS,
+}
+_IN_WORDS = {
+    "fp32": "FP32",
+    "bf16": "BF16",
+    "fp16": "FP16",
+    "fp8_block": "FP8",
+    "fp8_channel": "FP8 per channel",
+    "mxfp4": "MXFP4",
+}
 _ACTIVATION_BYTES = 2
 STOCK_NAME = "vLLM"
 _NUMBERS = {"ours, grouped": 0, STOCK_NAME: 1, "ours, direct": 2}
