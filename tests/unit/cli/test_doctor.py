@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import doctor, machine_checks, package_checks, software_checks
+from moe_optimizer.cli import doctor, engine_checks, machine_checks, package_checks, software_checks
 from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.speed_checks import kernel_speeds_check
@@ -36,6 +36,8 @@ def _as_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(software_checks, "SOURCES", tmp_path)
     monkeypatch.setattr(software_checks, "OPS", tmp_path)
+    # Each of these tests would import torch and transformers in a process of its own; test_engine_checks does.
+    monkeypatch.setattr(engine_checks, "why_python_fails", lambda *arguments: "")
 
 
 def software(
