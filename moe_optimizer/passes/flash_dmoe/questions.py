@@ -48,12 +48,9 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     if ctx.device == "cpu":
         converted = converted_format(ctx)
         return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
-    converted = converted_format(ctx)
-    if converted is not None:
-        kept = (
-            (DTYPES[ctx.dtype],) if any(each.excluded_layers for each in (ctx.params(FourBitParams),) if each) else ()
-        )
-        return (converted, *kept)
+    four_bit = ctx.params(FourBitParams)
+    if four_bit is not None:
+        return (four_bit.weight_format, *((DTYPES[ctx.dtype],) if four_bit.excluded_layers else ()))
     given = ctx.pinned.value("--quantization")
     if given is not None:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
