@@ -176,7 +176,8 @@ def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
     needs_one_copy = _is_on(ctx, "flash_dmoe", "expert_load")
     several = layout.replicas > ctx.request.num_nodes
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
-    piped = layout.pipeline_parallel_size
+    piped, machines = layout.pipeline_parallel_size, -(-layout.devices_of_stage // ctx.num_gpus)
+    across_nodes = "pipeline" if piped > 1 else "data_parallel" if machines > 1 else "replicas"
     return all(
         (
             tensor is None or layout.tensor_parallel_size == tensor,
@@ -192,11 +193,11 @@ def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
             nodes == 1 or not layout.disaggregated,
-            # The copies of a server stay on one machine.
-            layout.devices_of_stage <= ctx.num_gpus,
             piped in (1, nodes),
-            across != "replicas" or piped == 1,
-            not (across == "pipeline" or ctx.request.one_server) or piped == nodes,
+            # The copies of a server lie on several machines with whole experts only.
+            machines == 1 or layout.expert_parallel,
+            nodes == 1 or across in ("auto", across_nodes),
+            not ctx.request.one_server or piped == nodes,
         )
     )
 
