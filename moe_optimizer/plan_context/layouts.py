@@ -136,9 +136,10 @@ def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
         return _FP8_BITS, _FP8_BITS
     if ctx.wish("sparsity_24")[0] is not Wish.OFF:
         return None
-    if ctx.wish("four_bit")[0] is Wish.ON and not (ctx.is_asked_by_flag("fp8") and ctx.wish("fp8")[0] is Wish.ON):
-        return MXFP4_BITS, DTYPE_BYTES[ctx.dtype] * 8
-    return (_FP8_BITS, _FP8_BITS) if ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8") else None
+    fp8 = ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8")
+    if ctx.wish("four_bit")[0] is Wish.ON:
+        return MXFP4_BITS, _FP8_BITS if fp8 else DTYPE_BYTES[ctx.dtype] * 8
+    return (_FP8_BITS, _FP8_BITS) if fp8 else None
 
 
 def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> str:
