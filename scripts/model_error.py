@@ -41,8 +41,10 @@ SIDES = {
     "balanced": {"our_kernels": True},
     "flash_dmoe": {"our_kernels": True},
     "fp8": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"},
+    "fp8 again": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"},
     "marlin": {"expert_bits": 4.125, "linear_bits": 4.125, "weights": ""},
     "four_bit+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4", "our_kernels": True},
+    "four_bit+fp8+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 8, "weights": "mxfp4", "our_kernels": True},
     "fp8+flash_dmoe": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True},
 }
 _TRIAL = "an independent trial"

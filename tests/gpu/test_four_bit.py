@@ -26,7 +26,7 @@ def test_every_layer_is_converted_and_the_model_still_speaks(graphs, wanted, tmp
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     plan = gpu_plan(
         "--no-enable-prefix-caching", *(CAPTURE if graphs else ("--enforce-eager",)),
-        wishes={name: (Wish.ON, "test") for name in wanted}, required=frozenset(wanted), max_model_len=520,
+        wishes=dict.fromkeys(wanted, (Wish.ON, "test")), required=frozenset(wanted), max_model_len=520,
         batch_size=16,
     )  # fmt: skip
     with running(plan, run_dir=tmp_path, ready_timeout_s=READY_TIMEOUT_S) as info:
