@@ -101,7 +101,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         (
             "Against the served records the mean error",
             "h100-h200_layouts_compared.json`",
-            ("2026-11-22_h100_served", "2026-11-22_h100-h200_layouts_compared"),
+            ("2026-11-22_h100_served", "2026-11-23_h100-h200_layouts_compared"),
         ),
         ("The search is deterministic", "GPUs (`benchmarks/records", ("2026-11-22_epyc_layout_search",)),
     ],
