@@ -33,7 +33,7 @@ def read_plan(options: ServeOptions) -> Plan:
     check_is_for_here(plan, origin=f"--plan {options.plan}", model=options.named_model)
     settings = resolve(dataclasses.replace(options, model=plan.model.path, model_argument=None), read_environment())
     if settings.disabled:
-        plan = plan.replace(serve_args=plan.plain_args)
+        plan = plan.stock()
     if not options.dry_run:
         check_can_serve_here(plan, settings)
     return plan
