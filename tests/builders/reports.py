@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from moe_optimizer.measure.report.inputs import Inputs, Run, read_inputs
@@ -12,19 +11,11 @@ from moe_optimizer.proof.record import CompilationProof, LayerProof, MemoryProof
 from tests.builders import plans
 from tests.builders.machines import gpus
 from tests.builders.models import qwen3_30b_a3b
+from tests.builders.quality import quality_result
 from tests.builders.results import bench_result
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_RECORD = ROOT / "benchmarks" / "records" / "2026-11-22_h100_decode_step.json"
-QUALITY = {
-    "kl_mean": 0.0012,
-    "kl_p99": 0.02,
-    "top1_agreement": 0.991,
-    "perplexity_ratio": {"value": 1.003, "low": 1.001, "high": 1.005},
-    "greedy_match_tokens": 212,
-    "thresholds": {"kl_mean": 0.01},
-    "failed": [],
-}
 
 
 def full_inputs() -> Inputs:
@@ -51,7 +42,7 @@ def full_inputs() -> Inputs:
         runs=(Run(title="balanced", plan=plan, proofs=(proof,)),),
         bench=bench_result(),
         ledgers=read_inputs([STEP_RECORD]).ledgers,
-        quality=json.loads(json.dumps(QUALITY)),
+        quality=quality_result(),
         load=plans.expert_load(model),
         tuning=_tuning(),
     )
