@@ -182,10 +182,13 @@ def _checked(options: BenchOptions | QualityOptions, what: str, number: int) -> 
             plan = planning.decide(settings, request)
         check_can_serve_here(plan, settings)
         return _Checked(Side(name=STOCK, plan=plan))
+    if number:
+        options = dataclasses.replace(options, switches={}, require=[])
     settings, request = planning.read_request(dataclasses.replace(options, profile=what))
     plan = planning.decide_before_measuring(request)
     check_can_serve_here(plan, settings)
-    return _Checked(Side(name=plan.profile_name, plan=plan), (settings, request))
+    switched = [f"{'+' if on else '-'}{name}" for name, on in options.switches.items()]
+    return _Checked(Side(name=" ".join([plan.profile_name, *switched]), plan=plan), (settings, request))
 
 
 def _measured(checked: _Checked, lines: ProgressLines) -> Side:

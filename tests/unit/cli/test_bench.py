@@ -45,6 +45,16 @@ def test_a_switch_is_a_wish_for_the_first_side_and_not_for_stock_vllm(wish: str,
     assert not stock.plan.plugin_decisions
 
 
+def test_a_switch_is_no_wish_for_the_profile_that_is_compared_with(asked: list[BenchRequest]) -> None:
+    arguments = ["--enable-speculation", "--require", "expert_load", "--against", "balanced"]
+    main(["bench", TINY_MOE, *arguments, "--calibrate", "0"])
+    ours, other = asked[0].sides
+    assert ("speculation" in ours.passes, "speculation" in other.passes) == (True, False)
+    assert (ours.name, other.name) == ("balanced +speculation", "balanced")
+    assert other.plan is not None
+    assert not other.plan.decision("expert_load").required
+
+
 def test_two_plans_of_files_that_name_one_port_listen_on_two(
     asked: list[BenchRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
