@@ -165,7 +165,7 @@ def _environment(inputs: Inputs) -> Mapping[str, str]:
             "plan": inputs.plan.digest,
         }
     proven = [proof.versions for run in inputs.runs for proof in run.proofs if proof.passes]
-    found |= dict(proven[0]) if proven else {}
+    found |= {name.replace("_", "-"): version for name, version in proven[0].items()} if proven else {}
     found |= dict(inputs.bench.environment) if inputs.bench is not None else {}
     return {name: value for name, value in found.items() if value}
 
