@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ def run_quality(request: QualityRequest, *, on_step: OnStep) -> QualityResult:
 
     Args:
         request: what to measure.
-        on_step: takes the share that is done, and what comes next with the time that is left.
+        on_step: takes the share that is done, and what comes next.
 
     Raises:
         InputError: the folder has other answers, or a server takes no requests of the needed length.
@@ -49,18 +48,7 @@ def run_quality(request: QualityRequest, *, on_step: OnStep) -> QualityResult:
         ServerFailedError: a server died, or refused a request.
     """
     request.claim_folder()
-    return _Run(request, _with_time_left(on_step)).result()
-
-
-def _with_time_left(on_step: OnStep) -> OnStep:
-    begin = time.monotonic()
-
-    def show(share: float, text: str) -> None:
-        passed = time.monotonic() - begin
-        left = f", about {passed * (1 - share) / share / 60:.0f} min left" if share > 0 and passed > 60 else ""
-        on_step(share, text + left)
-
-    return show
+    return _Run(request, on_step).result()
 
 
 class _Run:
