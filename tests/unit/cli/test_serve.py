@@ -101,6 +101,18 @@ def test_stock_vllm_behind_the_kill_switch_is_neither_warmed_up_nor_checked(
     assert given["plan"].serve_args == given["plan"].plain_args
 
 
+def test_the_kill_switch_contradicts_a_plan_that_requires_a_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = launched(monkeypatch, becomes_ready, "--require", "expert_load")[1]["plan"]
+    file = tmp_path / "plan.json"
+    file.write_text(planned.to_json(), encoding="utf-8")
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    assert launched(monkeypatch, becomes_ready, "--plan", str(file)) == (ExitCode.BAD_INPUT, {})
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert {"expert_load", "MOE_OPTIMIZER_DISABLE=1"} <= set(error.replace(",", "").split())
+
+
 def test_a_ready_server_is_described_on_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
