@@ -60,7 +60,7 @@ def main() -> int:
     options = parser.parse_args()
     models = options.models.split(",")
     data = json.loads(options.data.read_text(encoding="utf-8")) if options.data.exists() else {}
-    if any(f"{model}|h200_sxm|8|1|0|2" not in data for model in models):
+    if any(f"{model}|h200_sxm|8|2|1|1" not in data for model in models):
         collect(models, data, options.data)
     cases, errors = [], []
     for model in models:
@@ -135,9 +135,11 @@ def shapes() -> list[Layout]:
     """Return the servers that are asked for."""
     found = [Layout(tensor_parallel_size=8, pipeline_parallel_size=2)]
     for tensor in (1, 2, 4, 8):
-        for data in (1, 2, 4, 8):
+        for data in (1, 2, 4, 8, 16):
             for expert in (False, True):
-                if tensor * data <= 8 and (tensor * data > 1 or not expert):
+                gpus = tensor * data
+                # Two machines: with whole experts only.
+                if (gpus <= 8 or (gpus == 16 and expert)) and (gpus > 1 or not expert):
                     shape = Layout(tensor_parallel_size=tensor, data_parallel_size=data, expert_parallel=expert)
                     found.append(shape)
     return found
@@ -216,7 +218,7 @@ def compare(
 
 def _chosen_by_itself(layout: Layout) -> bool:
     copies = layout.data_parallel_size == 1 or layout.expert_parallel
-    return copies and not layout.disaggregated and layout.devices_of_stage <= 8
+    return copies and not layout.disaggregated
 
 
 def summary(cases: list[dict[str, Any]], errors: list[tuple[str, float, float]]) -> dict[str, Any]:

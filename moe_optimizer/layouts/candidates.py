@@ -60,9 +60,12 @@ def _stage_counts(question: LayoutQuestion, stage: int, data: int) -> Iterator[i
 def _of_shape(question: LayoutQuestion, tensor: int, data: int, stages: int, *, expert: bool) -> Iterator[Layout]:
     each = question.gpus_per_machine
     server = tensor * data * stages
-    # A server lies in one machine, or has whole ones.
+    # A server lies in one machine, or has whole ones; then no machine is left over.
     in_machine = min(each // server, question.servers_per_machine or each)
-    count = question.num_machines * in_machine if server <= each else question.num_machines * each // server
+    machines = -(-server // each)
+    count = question.num_machines * in_machine if server <= each else question.num_machines // machines
+    if question.num_machines % machines:
+        return
     shape = {
         "tensor_parallel_size": tensor,
         "data_parallel_size": data,

@@ -72,14 +72,17 @@ def rank(
     too_large: list[Layout] = []
     each = question.gpus_per_machine
     possible = [layout for layout in candidates(question) if allowed(layout)]
-    for layout in sorted(possible, key=lambda layout: layout.devices_of_server > each):
-        if fitting and layout.devices_of_server > each:
+    for over_machines in (False, True):
+        if fitting:
             break
-        memory = memory_of(question, layout)
-        if memory.fits:
-            fitting.append(predict(question, layout, memory))
-        else:
-            too_large.append(layout)
+        for layout in possible:
+            if (layout.devices_of_server > each) is not over_machines:
+                continue
+            memory = memory_of(question, layout)
+            if memory.fits:
+                fitting.append(predict(question, layout, memory))
+            else:
+                too_large.append(layout)
     within = [each for each in fitting if not limits.why_not(each)]
     beyond = [each for each in fitting if limits.why_not(each)]
     return Ranking(

@@ -9,16 +9,15 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import UNJUDGED, Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import FourBitParams
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
-from moe_optimizer.plan_context.expert_kernel import why_converted_already, why_not_for_converted_weights
-from moe_optimizer.specs.expert_formats import MXFP4_BITS, MXFP4_GROUP
+from moe_optimizer.plan_context.expert_kernel import why_converted_already
+from moe_optimizer.plan_context.four_bits import four_bit_layers_kept, four_bit_stored_bits, why_not_in_four_bits
+from moe_optimizer.specs.expert_formats import MXFP4_GROUP
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _RECORDS = {
     "cpu": "benchmarks/records/2026-11-23_epyc_four_bit.json",
     "cuda": "benchmarks/records/2026-11-23_h100_mxfp4_experts.json",
 }
-_QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
 class FourBit(OptimizationPass):
@@ -37,33 +36,14 @@ class FourBit(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check model, device and sizes, then the kernel."""
-        model = ctx.model
-        if model.quant_method is not None:
-            return f"needs unquantised expert weights to convert, found {model.quant_method}"
-        if load_balancer_runs(ctx):
-            return "vLLM's EPLB was never run on experts in four bits (expert_placement)"
-        given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
-        if given is not None:
-            return f"{given} {ctx.pinned.value(given)} is given after -- and decides"
-        converted = why_converted_already(ctx)
-        if converted:
-            return converted
-        width = model.moe_intermediate_size
-        if not ctx.parallelism.expert_parallel:
-            width //= ctx.parallelism.tensor_parallel_size
-        if model.expert_hidden_size % MXFP4_GROUP or width % MXFP4_GROUP:
-            return (
-                f"needs a hidden size and an expert width in multiples of {MXFP4_GROUP}, which share a scale, "
-                f"found {model.expert_hidden_size} and {width}"
-            )
-        return why_not_for_converted_weights(ctx)
+        return why_converted_already(ctx) or why_not_in_four_bits(ctx)
 
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how many times fewer expert bytes a decode step reads."""
         if not ctx.model.is_moe:
             return None
         whole = 8 * DTYPE_BYTES[ctx.dtype]
-        to_bits = _stored_bits(ctx, _excluded_layers(ctx))
+        to_bits = four_bit_stored_bits(ctx)
         ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=whole, to_bits=to_bits)
         return Gain(metric="expert weight bytes per decode step", ratio=ratio)
 
@@ -74,7 +54,7 @@ class FourBit(OptimizationPass):
         section, layers = ctx.profile.passes.four_bit, _excluded_layers(ctx)
         if set(ctx.model.moe_layers) <= set(layers):
             return self.refused(ctx, "every layer stays as it is: keep_bf16_layers leaves none")
-        bits = _stored_bits(ctx, layers)
+        bits = four_bit_stored_bits(ctx)
         return self.decision(
             ctx,
             Status.ON,
@@ -99,20 +79,13 @@ def _excluded_layers(ctx: PlanContext) -> tuple[int, ...]:
     Raises:
         InputError: the model has no such layer.
     """
-    layers = {int(part.removeprefix("layers.")) for part in ctx.profile.passes.four_bit.keep_bf16_layers}
+    layers = four_bit_layers_kept(ctx)
     if layers and max(layers) >= ctx.model.num_layers:
         raise InputError(
             f"four_bit.keep_bf16_layers ({ctx.profile_origin}): got layers.{max(layers)}, "
             f"expected at most layers.{ctx.model.num_layers - 1}: {ctx.model.name} has {ctx.model.num_layers} layers"
         )
-    return tuple(sorted(layers))
-
-
-def _stored_bits(ctx: PlanContext, layers: tuple[int, ...]) -> float:
-    """Return the bits of an expert weight on average over what is converted and what stays."""
-    moe = set(ctx.model.moe_layers)
-    kept = len(moe & set(layers)) / len(moe)
-    return 8 * DTYPE_BYTES[ctx.dtype] * kept + MXFP4_BITS * (1 - kept)
+    return layers
 
 
 def _found_while_loading(ctx: PlanContext, most: float | None, bits: float) -> str:

@@ -36,7 +36,6 @@ PASS_NAMES = tuple(name for name, _ in _PASSES)
 
 _CONTRADICTING_PASSES = {
     ("disaggregation", "replicas"): "each divides the devices between servers of its own",
-    ("fp8", "four_bit"): "the experts have either four bits or eight",
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("four_bit", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
@@ -47,6 +46,11 @@ _CONTRADICTING_PASSES = {
     ): "overlap needs DeepEP, which hands over tokens as our kernels do not read them",
 }
 """Pairs that may not both be asked for by flag, and why."""
+
+_CONTRADICTING_ON_THE_CPU = {
+    # On GPUs FP8 is then for the other weights.
+    ("fp8", "four_bit"): "the experts have either four bits or eight",
+}
 
 _NEEDS = {
     "dual_batch_overlap": ("parallelism", "parallelism.expert_parallel"),
@@ -142,12 +146,10 @@ def resolve_wishes(
         owner = key.partition(".")[0]
         if owner in off and owner != key:
             raise InputError(f"{flag} and {off[owner]} contradict each other: the one is a part of the other")
-    for (first, second), why in _CONTRADICTING_PASSES.items():
-        if first in on and second in on:
-            raise InputError(f"{on[first]} and {on[second]} contradict each other: {why}", hint="give one of them")
     wishes = {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {
         key: (Wish.OFF, f"flag {flag}") for key, flag in off.items()
     }
+    _check_pairs(wishes, _CONTRADICTING_PASSES)
     _check_needs(wishes, _NEEDS)
     return wishes
 
@@ -159,7 +161,16 @@ def check_wishes(wishes: Mapping[str, WishWithOrigin], device: Literal["cuda", "
         InputError: two contradict each other; the message names both.
     """
     if device == "cpu":
+        _check_pairs(wishes, _CONTRADICTING_ON_THE_CPU)
         _check_needs(wishes, _NEEDS_ON_THE_CPU)
+
+
+def _check_pairs(wishes: Mapping[str, WishWithOrigin], pairs: Mapping[tuple[str, str], str]) -> None:
+    for pair, why in pairs.items():
+        asked = [wishes.get(key, (Wish.AUTO, "")) for key in pair]
+        if all(wish is Wish.ON for wish, _ in asked):
+            flags = " and ".join(origin.removeprefix("flag ") for _, origin in asked)
+            raise InputError(f"{flags} contradict each other: {why}", hint="give one of them")
 
 
 def _check_needs(wishes: Mapping[str, WishWithOrigin], needs: Mapping[str, tuple[str, ...]]) -> None:

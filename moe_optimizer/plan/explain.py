@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.layout_table import layout_lines
-from moe_optimizer.plan.multi_node import render_ray
+from moe_optimizer.plan.multi_node import render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words
@@ -164,7 +164,7 @@ class _Page:
             yield from self._command([head], plan.serve_args)
             return
         if plan.num_nodes > 1:
-            yield from (printable(f"  {line}".rstrip()) for line in render_ray(plan).splitlines())
+            yield from (printable(f"  {line}".rstrip()) for line in render_machines(plan).splitlines())
             yield ""
             yield "  Only the commands of one server over all machines, through Ray: --render ray."
             yield "  A Kubernetes LeaderWorkerSet: --render lws."

@@ -1,6 +1,7 @@
-"""Renders a plan for several machines as commands for vLLM's start through Ray, or as a LeaderWorkerSet.
+"""Renders a plan for several machines as commands for each of them, or as a LeaderWorkerSet.
 
-Nothing here runs anything. Where machines are replicas, each runs the plan's one command by itself.
+Nothing here runs anything. Where machines are replicas, each runs the plan's one command by itself. The stages of a
+pipeline are started through Ray. Of data parallel copies each machine starts its own, and they find the first machine.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.plan.decision import Applier
@@ -30,6 +32,8 @@ _STOP_MARGIN_S = 20
 """Chosen: on top of the time in which a server finishes its requests."""
 _PORT = 8000
 """vLLM's own default."""
+_COPIES_PORT = 29550
+"""vLLM's own default."""
 _START_S = 1800
 """As `serve --ready-timeout`."""
 _PROBE = "moe_optimizer.launcher.progress_probe"
@@ -39,9 +43,9 @@ _HEAD = f"$(LWS_LEADER_ADDRESS):{RAY_PORT}"
 _JOIN = f"until ray health-check --address {_HEAD}; do sleep 5; done\nexec ray start --address={_HEAD} --block"
 
 
-def render_ray(plan: Plan) -> str:
+def render_machines(plan: Plan) -> str:
     """Return the commands for every machine as lines of shell, with what they need as comments."""
-    nodes, each = plan.num_nodes, plan.parallelism.pipeline_parallel_size
+    nodes, split = plan.num_nodes, plan.parallelism
     lines = _comment(
         f"{plan.model.name} on {nodes} machines of {plan.num_gpus // nodes} GPUs each. Every machine has vLLM "
         f"{plan.vllm_version or '>= 0.26'}, moe-optimizer, and the model at the same path."
@@ -54,8 +58,10 @@ def render_ray(plan: Plan) -> str:
     for name, folder in _files(plan).items():
         lines += _comment(f"{name} lies at {folder} on every machine.")
     environment = [f"export {name}={shlex.quote(value)}" for name, value in _environment(plan, "RUN_DIR").items()]
-    if each == 1:
-        servers = plan.parallelism.replicas // nodes
+    if split.machines_of_copies > 1:
+        return "\n".join([*lines, *_copies_of_machines(plan, environment)]) + "\n"
+    if split.pipeline_parallel_size == 1:
+        servers = split.replicas // nodes
         what = "a whole server by itself" if servers == 1 else f"{servers} whole servers by themselves"
         lines += [
             "",
@@ -88,6 +94,51 @@ def render_ray(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _copies_of_machines(plan: Plan, environment: list[str]) -> list[str]:
+    """Return the commands of the machines of one server: the first answers, the others have no address."""
+    split = plan.parallelism
+    machines, servers = split.machines_of_copies, split.replicas
+    each = split.data_parallel_size // machines
+    group = "" if servers == 1 else (
+        f" The {plan.num_nodes} machines are {servers} groups of {machines}, each a server by itself, with a HEAD of "
+        "its own; any HTTP load balancer before them spreads the requests."
+    )  # fmt: skip
+    lines = _comment(
+        f"No Ray: each machine starts its own copies. Between the machines port {_COPIES_PORT} and the ports that "
+        f"NCCL and vLLM choose are open.{group}"
+    )
+    lines += [
+        "",
+        *_comment("On the first machine; HEAD is its address:"),
+        *environment,
+        "export VLLM_HOST_IP=HEAD",
+        *_command(plan, host="HEAD", more=_find_first("HEAD")),
+    ]
+    others = "the other machine; ADDRESS is its own address"
+    if machines > 2:
+        others = (
+            f"each of the other {machines - 1} machines; ADDRESS is its own address, MACHINE is 1 on the second "
+            "machine, 2 on the third"
+        )
+    first_copy = str(each) if machines == 2 else f"$((MACHINE * {each}))"
+    return [
+        *lines,
+        "",
+        *_comment(f"On {others}:"),
+        *environment,
+        "export VLLM_HOST_IP=ADDRESS",
+        *_command(plan, more=[*_find_first("HEAD"), *_without_address(first_copy)]),
+    ]
+
+
+def _without_address(first_copy: str) -> list[str]:
+    return ["--headless", f"--data-parallel-start-rank {first_copy}"]
+
+
+def _find_first(head: str) -> list[str]:
+    return [f"--data-parallel-address {head}", f"--data-parallel-rpc-port {_COPIES_PORT}"]
+
+
 def _servers_of_a_machine(plan: Plan, count: int) -> list[str]:
     """Return the commands of a machine's servers; several have GPUs and a port each, and run beside each other."""
     if count == 1:
@@ -112,17 +163,24 @@ def _comment(text: str) -> list[str]:
 def render_lws(plan: Plan) -> str:
     """Return a Service and a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1) as YAML for `kubectl apply -f -`.
 
-    A group of the set is one server: its leader runs `vllm serve`, its workers join the leader's Ray.
+    A group of the set is one server: its leader runs `vllm serve`; its workers join the leader's Ray, or run the data
+    parallel copies of their machine.
     """
     import yaml
 
-    name, each = _name(plan), plan.parallelism.pipeline_parallel_size
-    template: dict[str, Any] = {"size": each, "restartPolicy": "RecreateGroupOnPodRestart"}
-    if each > 1:
-        template["leaderTemplate"] = _pod(plan, "leader", f"ray start --head --port={RAY_PORT}")
-        template["workerTemplate"] = _pod(plan, "worker", _JOIN)
+    name, split = _name(plan), plan.parallelism
+    template: dict[str, Any] = {"size": split.machines_of_server, "restartPolicy": "RecreateGroupOnPodRestart"}
+    if split.pipeline_parallel_size > 1:
+        template["leaderTemplate"] = _pod(plan, "leader", [f"ray start --head --port={RAY_PORT}", _serve_in_pod(plan)])
+        template["workerTemplate"] = _pod(plan, "worker", [_JOIN])
+    elif split.machines_of_copies > 1:
+        first = _find_first("$(LWS_LEADER_ADDRESS)")
+        each = split.data_parallel_size // split.machines_of_copies
+        own = _without_address(f"$((LWS_WORKER_INDEX * {each}))")
+        template["leaderTemplate"] = _pod(plan, "leader", [_serve_in_pod(plan, first)])
+        template["workerTemplate"] = _pod(plan, "worker", [_serve_in_pod(plan, [*first, *own])])
     else:
-        template["workerTemplate"] = _pod(plan, "leader", "")
+        template["workerTemplate"] = _pod(plan, "leader", [_serve_in_pod(plan)])
     port = _port(plan)
     documents: list[dict[str, Any]] = []
     if _needs_plan(plan):
@@ -171,11 +229,15 @@ def _dumper() -> type[yaml.SafeDumper]:
     return Dumper
 
 
-def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
+def _serve_in_pod(plan: Plan, more: Sequence[str] = ()) -> str:
+    return "exec " + " ".join([*_serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0"), *more])
+
+
+def _pod(plan: Plan, role: str, commands: list[str]) -> dict[str, Any]:
     port = _port(plan)
     steps = [f"mkdir -p {_RUN_DIR} && cp {_PLAN_MOUNT}/plan.json {_RUN_DIR}/"] if _needs_plan(plan) else []
-    steps += [ray] if ray else []
-    pods = plan.parallelism.replicas * plan.parallelism.pipeline_parallel_size
+    steps += commands
+    pods = plan.parallelism.replicas * plan.parallelism.machines_of_server
     container: dict[str, Any] = {
         "name": f"vllm-{role}",
         "image": f"registry.example/vllm-moe-optimizer:{plan.vllm_version or 'latest'}",
@@ -188,7 +250,6 @@ def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
         ],
     }
     if role == "leader":
-        steps.append("exec " + " ".join(_serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0")))
         container["ports"] = [{"containerPort": port}]
         container |= _probes(port)
     container["args"] = ["\n".join(steps)]
@@ -248,8 +309,8 @@ def _serve_words(plan: Plan, *, model: str, host: str | None = None, port: int |
     return words
 
 
-def _command(plan: Plan, host: str | None = None, port: int | None = None) -> list[str]:
-    first, *rest = _serve_words(plan, model=plan.model.path, host=host, port=port)
+def _command(plan: Plan, host: str | None = None, port: int | None = None, more: Sequence[str] = ()) -> list[str]:
+    first, *rest = [*_serve_words(plan, model=plan.model.path, host=host, port=port), *more]
     lines = [first, *(f"  {word}" for word in rest)]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 

@@ -40,11 +40,18 @@ class ParallelismParams:
     """Machines that hold successive layers."""
     replicas: int = 1
     """Servers over several machines that know nothing of each other; the machines have equally many."""
+    machines_of_copies: int = 1
+    """Machines over which the copies of one server lie, equally many on each."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of the server on one machine; under expert parallelism the experts are divided between them."""
+        """Devices that hold every layer once; under expert parallelism the experts are divided between them."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def machines_of_server(self) -> int:
+        """Machines of one server; 1 where it has a machine or a part of one."""
+        return self.pipeline_parallel_size * self.machines_of_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,10 +265,9 @@ class PlanContext:
         if self.model.quant_method is None and "fp8" in (self.pinned.value("--quantization") or ""):
             return 8, 8
         fp8 = self.params(Fp8Params)
-        if fp8 is not None:
-            return fp8.stored_expert_bits, fp8.stored_linear_bits
-        experts = self.params(FourBitParams) or self.params(Sparsity24Params)
-        return (None if experts is None else experts.stored_expert_bits), None
+        experts = self.params(FourBitParams) or self.params(Sparsity24Params) or fp8
+        expert_bits = None if experts is None else experts.stored_expert_bits
+        return expert_bits, None if fp8 is None else fp8.stored_linear_bits
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""

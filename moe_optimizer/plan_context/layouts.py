@@ -136,9 +136,10 @@ def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
         return _FP8_BITS, _FP8_BITS
     if ctx.wish("sparsity_24")[0] is not Wish.OFF:
         return None
-    if ctx.wish("four_bit")[0] is Wish.ON and not (ctx.is_asked_by_flag("fp8") and ctx.wish("fp8")[0] is Wish.ON):
-        return MXFP4_BITS, DTYPE_BYTES[ctx.dtype] * 8
-    return (_FP8_BITS, _FP8_BITS) if ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8") else None
+    fp8 = ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8")
+    if ctx.wish("four_bit")[0] is Wish.ON:
+        return MXFP4_BITS, _FP8_BITS if fp8 else DTYPE_BYTES[ctx.dtype] * 8
+    return (_FP8_BITS, _FP8_BITS) if fp8 else None
 
 
 def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> str:
@@ -176,7 +177,8 @@ def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
     needs_one_copy = _is_on(ctx, "flash_dmoe", "expert_load")
     several = layout.replicas > ctx.request.num_nodes
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
-    piped = layout.pipeline_parallel_size
+    piped, machines = layout.pipeline_parallel_size, -(-layout.devices_of_stage // ctx.num_gpus)
+    across_nodes = "pipeline" if piped > 1 else "data_parallel" if machines > 1 else "replicas"
     return all(
         (
             tensor is None or layout.tensor_parallel_size == tensor,
@@ -192,11 +194,11 @@ def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
             nodes == 1 or not layout.disaggregated,
-            # The copies of a server stay on one machine.
-            layout.devices_of_stage <= ctx.num_gpus,
             piped in (1, nodes),
-            across != "replicas" or piped == 1,
-            not (across == "pipeline" or ctx.request.one_server) or piped == nodes,
+            # The copies of a server lie on several machines with whole experts only.
+            machines == 1 or layout.expert_parallel,
+            nodes == 1 or across in ("auto", across_nodes),
+            not ctx.request.one_server or piped == nodes,
         )
     )
 

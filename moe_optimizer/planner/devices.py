@@ -75,5 +75,6 @@ def used_gpus(context: PlanContext) -> int:
     """Return the GPUs that the servers take under all decisions, of all machines together; 0 on the CPU."""
     if context.device == "cpu":
         return 0
-    each = context.parallelism.num_devices * context.num_servers
+    split = context.parallelism
+    each = split.num_devices // split.machines_of_copies * context.num_servers
     return each * context.request.num_nodes

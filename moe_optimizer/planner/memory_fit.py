@@ -74,7 +74,8 @@ def _where(context: PlanContext) -> str:
     if context.device == "cpu":
         return "this machine"
     machines = f"{context.request.num_nodes} machines of " if context.request.num_nodes > 1 else ""
-    return f"{machines}{context.parallelism.num_devices} x {context.gpu.name}"
+    split = context.parallelism
+    return f"{machines}{split.num_devices // split.machines_of_copies} x {context.gpu.name}"
 
 
 def _fit_hint(context: PlanContext) -> str:

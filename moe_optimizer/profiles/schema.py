@@ -112,9 +112,10 @@ class ParallelismSection(PassSection):
     """Copies of the attention part; null: 1."""
     max_gpus: int | None = Field(default=None, ge=1, le=4096)
     """Use at most so many GPUs of a machine; null: all."""
-    across_nodes: Literal["auto", "replicas", "pipeline"] = "auto"
+    across_nodes: Literal["auto", "replicas", "pipeline", "data_parallel"] = "auto"
     """Several machines: replicas: a whole server on each; pipeline: one server, each machine holds a part of the
-    layers; auto: replicas where one machine holds the model."""
+    layers; data_parallel: one server, each machine has copies of the attention part and whole experts; auto: replicas
+    where one machine holds the model, else the faster of the other two."""
 
 
 class GraphCaptureSection(PassSection):

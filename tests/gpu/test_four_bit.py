@@ -17,12 +17,17 @@ BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", "16")
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["cuda-graphs", "eager"])
-def test_every_layer_is_converted_and_the_model_still_speaks(graphs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("graphs", "wanted"),
+    [(True, ("four_bit",)), (False, ("four_bit",)), (True, ("four_bit", "fp8"))],
+    ids=["cuda-graphs", "eager", "fp8-linears"],
+)
+def test_every_layer_is_converted_and_the_model_still_speaks(graphs, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     plan = gpu_plan(
         "--no-enable-prefix-caching", *(CAPTURE if graphs else ("--enforce-eager",)),
-        wishes={"four_bit": (Wish.ON, "test")}, required=frozenset({"four_bit"}), max_model_len=520, batch_size=16,
+        wishes={name: (Wish.ON, "test") for name in wanted}, required=frozenset(wanted), max_model_len=520,
+        batch_size=16,
     )  # fmt: skip
     with running(plan, run_dir=tmp_path, ready_timeout_s=READY_TIMEOUT_S) as info:
         ask(info.base_url)
@@ -33,6 +38,8 @@ def test_every_layer_is_converted_and_the_model_still_speaks(graphs, tmp_path, m
     # Written a last time when the server ended: with what the requests ran.
     proofs = read_proofs(tmp_path)
     passes = next(each.passes for each in proofs if each.passes.get("four_bit") and each.passes["four_bit"].layers)
+    # Required: had the linears stayed BF16, the server would not have been ready.
+    assert ("fp8" not in wanted) or passes["fp8"].applied
     for name in ("four_bit", "flash_dmoe"):
         assert (passes[name].applied, passes[name].ran, passes[name].why_not) == (True, True, "")
         assert len(passes[name].layers) == 4

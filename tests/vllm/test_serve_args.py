@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from moe_optimizer.errors import DoesNotFitError, UnsupportedError
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.passes.registry import resolve_wishes, switches
+from moe_optimizer.plan.multi_node import render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
@@ -114,6 +116,19 @@ def test_vllm_takes_every_plan_of_a_model(name: str, tmp_path: Path, parse: Call
                 asked = arguments.value("--max-num-seqs")
                 assert asked is None or taken.max_num_seqs == int(asked)
     assert planned >= FEWEST, f"{name}: only {planned} of {len(GPUS) * len(profile_names())} plans are possible"
+
+
+def test_vllm_starts_the_copies_of_each_of_two_machines(tmp_path: Path, parse: Callable[[Sequence[str]], Any]) -> None:
+    profile = profile_with(passes={"parallelism": {"across_nodes": "data_parallel"}})
+    request = PlanRequest(
+        model=inspected("deepseek_v3", tmp_path), hardware=load_hardware("h100_sxm", 8), software=software(),
+        profile=profile, num_gpus=16, num_nodes=2, trust_remote_code=True,
+    )  # fmt: skip
+    text = render_machines(make_plan(request)).replace("\\\n", " ")
+    first, other = (parse(shlex.split(line)[3:]) for line in text.splitlines() if line.startswith("vllm serve"))
+    assert first.data_parallel_size == other.data_parallel_size == 2 * first.data_parallel_size_local
+    assert other.data_parallel_start_rank == first.data_parallel_size_local
+    assert first.data_parallel_address == other.data_parallel_address == "HEAD"
 
 
 DATA_AND_EXPERT_PARALLEL = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}

@@ -8,7 +8,7 @@ from moe_optimizer.measure.decode_step.ledger import Ledger, LedgerRow, ledger_o
 from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
 from moe_optimizer.measure.decode_step.profiling import Side, profile_steps
 from moe_optimizer.measure.process import OnStep
-from moe_optimizer.plan.pass_params import Fp8Params, KvCacheParams
+from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params, KvCacheParams
 from moe_optimizer.plan.plan import Plan
 
 SIDES: tuple[Side, ...] = ("stock", "ours")
@@ -74,10 +74,13 @@ def _ledger(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
     expert_bits = linear_bits = plan.model.weight_bits
     kv_bits = 16
     if side == "ours":
-        fp8, cache = plan.decision("fp8").params, plan.decision("kv_cache").params
+        fp8, four_bit = plan.decision("fp8").params, plan.decision("four_bit").params
+        cache = plan.decision("kv_cache").params
         if isinstance(fp8, Fp8Params):
             expert_bits = fp8.stored_expert_bits or expert_bits
             linear_bits = fp8.stored_linear_bits or linear_bits
+        if isinstance(four_bit, FourBitParams):
+            expert_bits = four_bit.stored_expert_bits
         kv_bits = cache.kv_bits if isinstance(cache, KvCacheParams) else kv_bits
     return ledger_of(
         profile, plan.model, plan.hardware.gpu, expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits

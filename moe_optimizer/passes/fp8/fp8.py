@@ -26,6 +26,7 @@ from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
 from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
+from moe_optimizer.plan_context.four_bits import four_bit_stored_bits, will_be_in_four_bits
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class Fp8(OptimizationPass):
     """FP8 weights: half the bytes of BF16 for the experts, which is what decoding waits for.
 
     An existing FP8 checkpoint is served as it is. Otherwise weights are converted while loading: on GPUs by vLLM's
-    own online quantisation, experts and linears; on the CPU build the experts, by the plugin. Router, embeddings,
-    head and norms stay. `auto` converts wherever that can be done and a decode step gains a tenth by the roofline: a
-    profile that must keep the checkpoint's numbers has the pass off.
+    own online quantisation, experts and linears (linears alone where four_bit has the experts); on the CPU build the
+    experts, by the plugin. Router, embeddings, head and norms stay. `auto` converts wherever that can be done and a
+    decode step gains a tenth by the roofline: a profile that must keep the checkpoint's numbers has the pass off.
     """
 
     name = "fp8"
@@ -119,10 +120,12 @@ class Fp8(OptimizationPass):
             ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=whole, to_bits=to_bits)
             return Gain(metric="expert weight bytes per decode step", ratio=ratio)
         kv_bits = cache_bits(ctx, cache_dtype(ctx))
+        four_bits = four_bit_stored_bits(ctx) if will_be_in_four_bits(ctx) else None
+        expert_bits = expert_bits or four_bits
         memory = ctx.split_terms() | {"expert_bits": expert_bits, "linear_bits": linear_bits, "kv_bits": kv_bits}
         requests = min(ctx.workload.batch_size, max(1, held_at_once(ctx, **memory)))
         try:
-            before = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=None, linear_bits=None)
+            before = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=four_bits, linear_bits=None)
             after = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=expert_bits, linear_bits=linear_bits)
         except UnsupportedError:
             return None
@@ -232,7 +235,8 @@ def _parts(ctx: PlanContext) -> tuple[bool, bool]:
     """Return whether experts and whether linears are converted."""
     section = ctx.profile.passes.fp8
     linears = section.linears != "off" and ctx.device == "cuda"
-    return section.experts != "off" and ctx.model.is_moe, linears
+    experts = section.experts != "off" and ctx.model.is_moe and not will_be_in_four_bits(ctx)
+    return experts, linears
 
 
 def _stored_bits(ctx: PlanContext, layers: tuple[int, ...]) -> tuple[float | None, float | None]:
@@ -265,6 +269,8 @@ def _expert_padding(ctx: PlanContext) -> float:
 def _why_part_off(ctx: PlanContext, part: str) -> str:
     if ctx.device == "cpu":
         return f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
+    if part == "experts" and will_be_in_four_bits(ctx):
+        return f"four_bit is asked for by {ctx.wish('four_bit')[1]}, and converts them to four bits"
     return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Spreads a model over several machines: as replicas, or as one server with pipeline stages."""
+"""Spreads a model over several machines: as replicas, as data parallel copies of one server, or as its pipeline."""
 
 from __future__ import annotations
 
@@ -22,14 +22,24 @@ class AcrossNodes:
     warnings: tuple[str, ...] = ()
 
 
+_NOT_RUN = "one server on several machines was not run with this version: try it before it is relied on"
+
+
+def machines_of_copies(ctx: PlanContext) -> int:
+    """Return over how many machines the chosen layout spreads the data parallel copies of a server."""
+    return 1 if ctx.layout is None else -(-ctx.layout.devices_of_stage // max(1, ctx.num_gpus))
+
+
 def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
-    """Return replicas of what `split` makes of a machine where it holds the model, else one server whose layers the
-    machines share.
+    """Return what the chosen layout makes of several machines; without one, replicas of what `split` makes of a machine
+    where it holds the model, else one server whose layers the machines share.
 
     Raises:
         UnsupportedError: a pipeline is asked for or needed together with data parallel copies, or of more machines
-            than there are layers.
+            than there are layers; copies over machines are asked for and no such layout is known to fit.
     """
+    if machines_of_copies(ctx) > 1:
+        return _copies_over_machines(ctx, split)
     nodes, wished = ctx.request.num_nodes, ctx.profile.passes.parallelism.across_nodes
     origin = ctx.profile_origin
     if ctx.request.one_server:
@@ -39,6 +49,11 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
     if ctx.layout is not None and ctx.layout_choice is not None and ctx.layout_choice.pinned_by:
         wished = "pipeline" if ctx.layout.pipeline_parallel_size > 1 else "replicas"
         origin = ctx.layout_choice.pinned_by
+    if wished == "data_parallel":
+        raise UnsupportedError(
+            f"{origin}: copies over {nodes} machines (across_nodes: data_parallel): no layout of this kind is possible",
+            hint="the experts must divide by all GPUs and fit them; across_nodes: auto takes what is possible",
+        )
     holds = ctx.memory(
         num_devices=split.tensor_parallel_size,
         data_parallel_size=split.data_parallel_size,
@@ -57,8 +72,8 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
     copies = split.data_parallel_size
     if copies > 1:
         raise UnsupportedError(
-            f"one server over {nodes} machines: data parallel copies ({copies}) are planned on one machine only",
-            hint="leave data parallelism out, or plan for one machine with more memory",
+            f"one pipeline over {nodes} machines: data parallel copies ({copies}) are not planned together with it",
+            hint="leave data parallelism out, or ask for whole experts too (--enable-expert-parallel)",
         )
     if nodes > ctx.model.num_layers:
         raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
@@ -68,5 +83,17 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         split=dataclasses.replace(split, pipeline_parallel_size=nodes),
         reason=f"{why}: its layers are divided over {nodes} machines, and only activations travel between them",
         rejected={larger: "every layer would wait for the network between the machines"},
-        warnings=("one server on several machines was not run with this version: try it before it is relied on",),
+        warnings=(_NOT_RUN,),
+    )
+
+
+def _copies_over_machines(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
+    machines = machines_of_copies(ctx)
+    each = split.data_parallel_size // machines
+    copies = f"{each} cop{'y' if each == 1 else 'ies'}"
+    return AcrossNodes(
+        split=dataclasses.replace(split, machines_of_copies=machines, replicas=ctx.request.num_nodes // machines),
+        reason=f"{copies} of the attention part on each of {machines} machines, and tokens travel between them",
+        rejected={"TP over machines": "every layer would wait for the network between the machines"},
+        warnings=(_NOT_RUN,),
     )

@@ -10,7 +10,7 @@ from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.parallelism.across_nodes import across_nodes
+from moe_optimizer.passes.parallelism.across_nodes import across_nodes, machines_of_copies
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -50,7 +50,7 @@ class Parallelism(OptimizationPass):
     name = "parallelism"
     flag = "parallelism"
     title = "split the model over the GPUs (TP, EP, DP)"
-    limits = "pipeline stages only across machines, DP only within one; what the layout brings is predicted"
+    limits = "pipeline stages only across machines, slices only within one; what the layout brings is predicted"
     no_gain = "stock vLLM gets the same devices; the layouts are ranked among each other"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
@@ -96,7 +96,7 @@ class Parallelism(OptimizationPass):
         asked, copies = ctx.asked_sizes
         if ctx.layout is not None:
             asked, copies = ctx.layout.tensor_parallel_size, ctx.layout.data_parallel_size
-        data_parallel, limit = copies or 1, _device_limit(ctx)
+        data_parallel, limit = copies or 1, _device_limit(ctx) * machines_of_copies(ctx)
         _check_asked(ctx, asked or 1, data_parallel, limit)
         size = asked or max(1, limit // data_parallel)
         while size > 1 and not _splits(ctx, size, data_parallel)[0]:
@@ -310,8 +310,16 @@ def _value(ctx: PlanContext, split: ParallelismParams) -> str:
         parts.append(f"EP={split.num_devices}")
     if split.pipeline_parallel_size > 1:
         parts.append(f"PP={split.pipeline_parallel_size}")
+    return " ".join(parts) + _where(ctx, split)
+
+
+def _where(ctx: PlanContext, split: ParallelismParams) -> str:
+    """Return on which machines the servers are; "" on one and for one pipeline over all."""
+    if split.machines_of_copies > 1:
+        each = f"each of {split.replicas} servers " if split.replicas > 1 else ""
+        return f", {each}over {split.machines_of_copies} machines"
     each = f"{ctx.num_servers} servers " if ctx.num_servers > 1 else ""
-    return " ".join(parts) + (f", {each}on each of {ctx.request.num_nodes} machines" if split.replicas > 1 else "")
+    return f", {each}on each of {ctx.request.num_nodes} machines" if split.replicas > 1 else ""
 
 
 def _vllm_args(split: ParallelismParams) -> ServeArguments:
@@ -320,6 +328,9 @@ def _vllm_args(split: ParallelismParams) -> ServeArguments:
         arguments += ["--tensor-parallel-size", str(split.tensor_parallel_size)]
     if split.data_parallel_size > 1:
         arguments += ["--data-parallel-size", str(split.data_parallel_size)]
+    if split.machines_of_copies > 1:
+        # The commands of each machine add where the first one is, and which copies are its own.
+        arguments += ["--data-parallel-size-local", str(split.data_parallel_size // split.machines_of_copies)]
     if split.expert_parallel:
         arguments += ["--enable-expert-parallel"]
     if split.pipeline_parallel_size > 1:

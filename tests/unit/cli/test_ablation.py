@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -12,18 +14,25 @@ from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
 from moe_optimizer.measure.ablation import run
 from moe_optimizer.measure.ablation.rungs import OPTIMIZATIONS
+from moe_optimizer.measure.process import run_measurement
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MOE = str(ROOT / "examples" / "tiny-moe")
 ABLATE = ["bench", TINY_MOE, "--engine", "embedded", "--ablate"]
 
 
+def of_few_requests(module: str, request: dict[str, Any], **named: Any) -> Any:
+    small = dataclasses.replace(request["settings"], num_requests=2, naive_requests=1, output_len=(2, 3))
+    return run_measurement(module, {**request, "settings": small}, **named)
+
+
 def test_the_rungs_are_printed_as_published(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    # A rung is a process that imports the engine: two say what all say.
+    # A rung is a process that imports the engine: two say what all say, and a few requests what many say.
     monkeypatch.setattr(run, "OPTIMIZATIONS", OPTIMIZATIONS[:2])
+    monkeypatch.setattr(run, "run_measurement", of_few_requests)
     assert main([*ABLATE, "--dtype", "float32", "--repetitions", "2", "--json"]) == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
     schema = json.loads((ROOT / "docs" / "schemas" / "ablation.schema.json").read_text(encoding="utf-8"))

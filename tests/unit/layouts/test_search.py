@@ -115,6 +115,18 @@ def test_a_model_that_no_machine_holds_is_divided_over_several():
     assert all(layout.devices_of_server > 8 for layout in layouts)
 
 
+def test_of_servers_over_machines_all_that_fit_are_ranked():
+    asked = question(deepseek_v3(), gpus=8, machines=2, clients=64, expert_bits=8, linear_bits=8)
+    found = {each.layout.name for each in rank(asked, "throughput", Limits()).within}
+    assert {"tp8pp2", "tp1dp16ep", "tp8dp2ep"} <= found
+
+
+def test_servers_over_machines_leave_no_machine_over():
+    asked = question(deepseek_v3(), gpus=8, machines=3, clients=64, expert_bits=8, linear_bits=8)
+    three = rank(asked, "throughput", Limits())
+    assert {each.layout.num_devices for each in three.within} == {24}
+
+
 def test_a_model_that_a_machine_holds_is_not_served_over_the_network():
     within = rank(question(gpus=8, machines=4, clients=64), "throughput", Limits()).within
     assert all(each.layout.devices_of_server <= 8 for each in within)

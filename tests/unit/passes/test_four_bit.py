@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from moe_optimizer.costs.weights import weight_parts
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import FlashDmoeParams, FourBitParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, FourBitParams, Fp8Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.kernel_speeds import (
     ANY_NUMBER,
@@ -19,6 +20,7 @@ from moe_optimizer.specs.kernel_speeds import (
     TokenSpeeds,
     kernel_for,
 )
+from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import (
     context,
     cpu_machine,
@@ -161,11 +163,16 @@ MXFP4_TABLE = measured(
 )
 
 
-def on_a_gpu(*tables: KernelSpeeds, profile: Any = None, pinned: Any = None, **changes: Any) -> Any:
-    """Return the plan's decisions for Qwen3-30B-A3B on one H100 whose CUDA kernels are built."""
+def on_cuda(*tables: KernelSpeeds) -> SoftwareSpec:
+    """Return a vLLM for CUDA, with our kernels built and these measurements of them."""
     installed = software("cuda", cuda_ops=("fused_experts", "flash_dmoe"))
     kernels = dataclasses.replace(installed.kernels, cuda_sources=KERNEL_HASH)
-    installed = dataclasses.replace(installed, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+    return dataclasses.replace(installed, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+
+
+def on_a_gpu(*tables: KernelSpeeds, profile: Any = None, pinned: Any = None, **changes: Any) -> Any:
+    """Return the plan's decisions for Qwen3-30B-A3B on one H100 whose CUDA kernels are built."""
+    installed = on_cuda(*tables)
     ctx = context(
         qwen3_30b_a3b(), gpus("h100_sxm", 1), profile or profile_with("balanced"),
         wishes=ON | changes.pop("wishes", {}), software=installed, pinned=pinned or {}, **changes,
@@ -228,3 +235,61 @@ def test_what_our_kernels_do_not_compute_on_a_gpu_is_not_converted(changes, why)
     decision = on_a_gpu(**changes)["four_bit"]
     assert decision.status is Status.REFUSED
     assert why in decision.reason
+
+
+FP8_TOO = {"fp8": (Wish.ON, "flag --enable-fp8")}
+
+
+def test_on_a_gpu_fp8_is_then_for_the_other_matrices():
+    alone, both = on_a_gpu(MXFP4_TABLE), on_a_gpu(MXFP4_TABLE, wishes=FP8_TOO)
+    assert (both["fp8"].status, both["four_bit"].status) == (Status.ON, Status.ON)
+    fp8 = both["fp8"].params_as(Fp8Params)
+    assert (fp8.expert_bits, fp8.stored_expert_bits, fp8.linear_bits) == (None, None, 8)
+    config = json.loads(both["fp8"].vllm_args.value("--quantization-config") or "")
+    assert config["linear"] == "fp8_per_channel"
+    assert "moe" not in config
+    assert both["fp8"].env == {}
+    assert "four_bit" in both["fp8"].rejected["experts"]
+    assert both["four_bit"].params == alone["four_bit"].params
+    assert both["flash_dmoe"].params == alone["flash_dmoe"].params
+
+
+def test_the_memory_plan_has_four_bits_for_experts_and_eight_for_other_matrices():
+    plans = [
+        make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), "balanced", wishes=wishes, software=on_cuda()))
+        for wishes in (ON, ON | FP8_TOO)
+    ]
+    alone, both = (plan.memory for plan in plans)
+    model = qwen3_30b_a3b()
+    assert alone.weight_bytes - both.weight_bytes == pytest.approx(model.attention_params, rel=0.02)
+    # The layouts are predicted from the same weights.
+    weights = [plan.layouts.estimate.weight_bytes for plan in plans if plan.layouts is not None]
+    assert weights == [pytest.approx(memory.weight_bytes, rel=0.01) for memory in (alone, both)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pinned": {"--enable-lora": ""}}, {"profile": profile_with("balanced", {"flash_dmoe": {"mode": "off"}})}],
+    ids=["lora", "no kernel"],
+)
+def test_where_four_bits_are_refused_fp8_has_the_experts_too(changes):
+    decisions = on_a_gpu(wishes=FP8_TOO, **changes)
+    assert decisions["four_bit"].status is Status.REFUSED
+    assert decisions["fp8"].params_as(Fp8Params).expert_bits == 8
+
+
+def test_what_fp8_gains_then_is_beside_experts_in_four_bits():
+    gains = [
+        on_a_gpu(MXFP4_TABLE, wishes=wishes, profile=profile_with("balanced", {"fp8": {"experts": experts}}))[
+            "fp8"
+        ].gain
+        for wishes, experts in ((FP8_TOO, "auto"), (FP8_TOO | {"four_bit": (Wish.OFF, "flag")}, "off"))
+    ]
+    beside_four_bits, beside_bf16 = (gain.ratio.value for gain in gains)
+    # The same bytes less of a step that is shorter.
+    assert beside_four_bits > beside_bf16 > 1
+
+
+def test_on_the_cpu_the_two_flags_contradict_each_other():
+    with pytest.raises(InputError, match="--enable-fp8 and --enable-four-bit contradict"):
+        make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON | FP8_TOO))

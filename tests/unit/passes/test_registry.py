@@ -65,7 +65,6 @@ def test_wishes_name_the_flag_they_came_from():
         (["kv-tiering"], ["kv-cache"], ("--enable-kv-tiering", "--disable-kv-cache")),
         (["expert-parallel"], ["parallelism"], ("--enable-expert-parallel", "--disable-parallelism")),
         (["fp8", "sparsity"], [], ("--enable-fp8", "--enable-sparsity")),
-        (["fp8", "four-bit"], [], ("--enable-fp8", "--enable-four-bit")),
         (["four-bit", "sparsity"], [], ("--enable-four-bit", "--enable-sparsity")),
         (["four-bit"], ["flash-dmoe"], ("--enable-four-bit", "--disable-flash-dmoe")),
         (["disaggregation", "replicas"], [], ("--enable-disaggregation", "--enable-replicas")),

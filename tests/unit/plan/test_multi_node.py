@@ -14,7 +14,7 @@ import yaml
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
-from moe_optimizer.plan.multi_node import render_lws, render_ray
+from moe_optimizer.plan.multi_node import render_lws, render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
@@ -30,9 +30,12 @@ def bf16_deepseek() -> ModelSpec:
     )
 
 
+_PINNED = {"replicas": "tp8x2", "copies": "tp2dp8ep"}
+
+
 def plan(kind: str, **changes: Any) -> Plan:
     model, machine = (qwen3_30b_a3b(), "h100_sxm") if kind == "replicas" else (bf16_deepseek(), "h200")
-    pinned = {"layout": "tp8x2"} if kind == "replicas" and not changes.get("one_server") else {}
+    pinned = {"layout": _PINNED[kind]} if kind in _PINNED and not changes.get("one_server") else {}
     fields = {"num_nodes": 2, "num_gpus": 16, **pinned, **changes}
     return make_plan(request(model, gpus(machine, 8), "balanced", **fields))
 
@@ -59,8 +62,55 @@ def test_one_server_can_be_asked_for():
     assert plan("replicas", one_server=True).decision("parallelism").value == "TP=8 PP=2"
 
 
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each `vllm serve` of a rendering."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("vllm serve")]
+
+
+def test_copies_over_machines_are_one_server_of_which_each_machine_starts_its_own():
+    made = plan("copies")
+    split = made.parallelism
+    assert (split.machines_of_copies, split.replicas, made.num_gpus) == (2, 1, 16)
+    first, other = (ServeArguments(*words[3:]) for words in commands(render_machines(made)))
+    for given in (first, other):
+        assert (given.count("--data-parallel-size"), given.count("--data-parallel-size-local")) == (8, 4)
+        assert given.value("--data-parallel-address") == "HEAD"
+        assert given.is_on("--enable-expert-parallel")
+    assert "--headless" not in first
+    assert other.is_on("--headless")
+    assert other.value("--data-parallel-start-rank") == "4"
+    assert "ray" not in render_machines(made).lower().replace("no ray", "")
+
+
+def test_several_servers_of_several_machines_are_groups_of_them():
+    made = plan("copies", num_nodes=8, num_gpus=64, layout="tp2dp16epx2")
+    assert (made.parallelism.machines_of_copies, made.parallelism.replicas, made.num_gpus) == (4, 2, 64)
+    text = render_machines(made)
+    assert "2 groups of 4" in " ".join(text.replace("#", "").split())
+    assert "--data-parallel-start-rank $((MACHINE * 4))" in text
+    *_, workers = yaml.safe_load_all(render_lws(made))
+    assert (workers["spec"]["replicas"], workers["spec"]["leaderWorkerTemplate"]["size"]) == (2, 4)
+
+
+def test_a_worker_of_the_set_starts_the_copies_of_its_machine(tmp_path):
+    """Run by a shell, with a vllm that writes down what it is given."""
+    *_, workers = yaml.safe_load_all(render_lws(plan("copies")))
+    container = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
+    (tmp_path / "vllm").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/given\n')
+    (tmp_path / "vllm").chmod(0o755)
+    # What Kubernetes puts in for the variable; it leaves what it does not know as it is.
+    script = container["args"][0].replace("$(LWS_LEADER_ADDRESS)", "leader")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LWS_WORKER_INDEX": "1"}
+    subprocess.run([*container["command"], script], env=environment, check=True, timeout=300)
+    given = ServeArguments(*(tmp_path / "given").read_text().split()[2:])
+    assert given.value("--data-parallel-start-rank") == "4"
+    assert given.value("--data-parallel-address") == "leader"
+    assert "livenessProbe" not in container
+
+
 def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
-    lines = [line for line in render_ray(plan("pipeline")).splitlines() if not line.startswith("#")]
+    lines = [line for line in render_machines(plan("pipeline")).splitlines() if not line.startswith("#")]
     text = "\n".join(lines)
     assert text.count("ray start --head ") == 1
     assert text.count("ray start --address=HEAD:6379 ") == 1
@@ -78,16 +128,16 @@ def test_files_that_the_servers_read_are_named_with_their_folder():
     )  # fmt: skip
     decisions = tuple(tuned if each.pass_name == "tuned_configs" else each for each in made.decisions)
     made = made.replace(decisions=decisions, serve_env={**made.serve_env, **tuned.env})
-    assert any(re.match("# tuned_configs.* /tuned ", line) for line in render_ray(made).splitlines())
+    assert any(re.match("# tuned_configs.* /tuned ", line) for line in render_machines(made).splitlines())
     assert any(re.match("# tuned_configs.* image.*/tuned", line) for line in render_lws(made).splitlines())
-    assert "tuned_configs lies" not in render_ray(plan("replicas")) + render_lws(plan("replicas"))
+    assert "tuned_configs lies" not in render_machines(plan("replicas")) + render_lws(plan("replicas"))
 
 
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_the_plan_travels_to_every_machine_whose_servers_read_it(kind):
     made = plan(kind, wishes=resolve_wishes(["expert-load"], []))
     assert made.decision("expert_load").applier is Applier.PLUGIN
-    text = render_ray(made)
+    text = render_machines(made)
     assert text.count("export MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json") == made.parallelism.pipeline_parallel_size
     assert "RUN_DIR/plan.json on every " in " ".join(text.replace("#", "").split())
     config, _, workers = yaml.safe_load_all(render_lws(made))
@@ -108,13 +158,13 @@ def test_the_plan_travels_to_every_machine_whose_servers_read_it(kind):
 
 def test_without_a_part_in_the_plugin_no_plan_travels():
     made = plan("replicas", wishes=resolve_wishes([], ["expert-load"]))
-    assert "MOE_OPTIMIZER_PLAN" not in render_ray(made) + render_lws(made)
+    assert "MOE_OPTIMIZER_PLAN" not in render_machines(made) + render_lws(made)
 
 
 def test_servers_that_share_a_machine_have_gpus_and_a_port_each():
     made = plan("replicas", layout="tp4x4")
     assert (made.parallelism.replicas, made.num_nodes, made.num_gpus) == (4, 2, 16)
-    text = render_ray(made).replace("\\\n", " ")
+    text = render_machines(made).replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if "vllm serve" in line]
     assert [command[0] for command in commands] == ["CUDA_VISIBLE_DEVICES=0,1,2,3", "CUDA_VISIBLE_DEVICES=4,5,6,7"]
     assert [command[command.index("--port") + 1] for command in commands] == ["8000", "8001"]
@@ -125,14 +175,14 @@ def test_servers_that_share_a_machine_have_gpus_and_a_port_each():
 
 
 def test_replicas_need_no_ray():
-    text = render_ray(plan("replicas"))
+    text = render_machines(plan("replicas"))
     assert "ray start" not in text
     assert "--host ADDRESS" in text
 
 
-@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+@pytest.mark.parametrize("kind", ["replicas", "pipeline", "copies"])
 def test_lines_fit_a_terminal(kind):
-    assert max(map(len, render_ray(plan(kind)).splitlines())) <= 78
+    assert max(map(len, render_machines(plan(kind)).splitlines())) <= 78
 
 
 @pytest.mark.parametrize(("kind", "replicas", "size"), [("replicas", 2, 1), ("pipeline", 1, 2)])

@@ -12,6 +12,7 @@ from tests.builders import (
     cpu_machine,
     deepseek_v3,
     gpus,
+    mixtral_8x7b,
     placement_load,
     profile_with,
     qwen3_30b_a3b,
@@ -124,6 +125,21 @@ def test_two_machines_that_each_hold_the_model_serve_it_whole():
     assert plan.num_gpus == 16
     large = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16))
     assert choice_of(large).layout.pipeline_parallel_size == 2
+
+
+def test_copies_over_machines_are_for_who_asks_for_them_or_where_they_are_faster():
+    copies = profile_with(passes={"parallelism": {"across_nodes": "data_parallel"}})
+    plan = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16))
+    layout = choice_of(plan).layout
+    assert (layout.expert_parallel, layout.pipeline_parallel_size, layout.devices_of_stage) == (True, 1, 16)
+    assert plan.parallelism.machines_of_copies == 2
+    assert plan.memory.fits
+
+
+def test_copies_over_machines_that_no_layout_has_are_refused():
+    copies = profile_with(passes={"parallelism": {"across_nodes": "data_parallel"}})
+    with pytest.raises(UnsupportedError, match="across_nodes: data_parallel"):
+        make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16))
 
 
 @pytest.mark.parametrize("clients", [1, 64, 1024])

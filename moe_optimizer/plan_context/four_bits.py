@@ -1,0 +1,52 @@
+"""Says whether experts can be held in four bits, and whether the plan will: two passes ask."""
+
+from __future__ import annotations
+
+from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
+from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
+from moe_optimizer.specs.expert_formats import MXFP4_BITS, MXFP4_GROUP
+
+_QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
+
+
+def why_not_in_four_bits(ctx: PlanContext) -> str:
+    """Return why the experts cannot be converted to MXFP4, by model, device, sizes and kernel, or ""."""
+    model = ctx.model
+    if not model.is_moe:
+        return "the model has no experts"
+    if model.quant_method is not None:
+        return f"needs unquantised expert weights to convert, found {model.quant_method}"
+    if load_balancer_runs(ctx):
+        return "vLLM's EPLB was never run on experts in four bits (expert_placement)"
+    given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
+    if given is not None:
+        return f"{given} {ctx.pinned.value(given)} is given after -- and decides"
+    width = model.moe_intermediate_size
+    if not ctx.parallelism.expert_parallel:
+        width //= ctx.parallelism.tensor_parallel_size
+    if model.expert_hidden_size % MXFP4_GROUP or width % MXFP4_GROUP:
+        return (
+            f"needs a hidden size and an expert width in multiples of {MXFP4_GROUP}, which share a scale, "
+            f"found {model.expert_hidden_size} and {width}"
+        )
+    return why_not_for_converted_weights(ctx)
+
+
+def will_be_in_four_bits(ctx: PlanContext) -> bool:
+    """Return whether the experts will be converted to MXFP4 on GPUs, which leaves only the other weights to FP8."""
+    return ctx.device == "cuda" and ctx.wish("four_bit")[0] is Wish.ON and not why_not_in_four_bits(ctx)
+
+
+def four_bit_layers_kept(ctx: PlanContext) -> tuple[int, ...]:
+    """Return the decoder layers whose experts the profile keeps as they are, in order."""
+    return tuple(sorted(int(part.removeprefix("layers.")) for part in ctx.profile.passes.four_bit.keep_bf16_layers))
+
+
+def four_bit_stored_bits(ctx: PlanContext) -> float:
+    """Return the bits of an expert weight on average over what is converted and what stays."""
+    moe = set(ctx.model.moe_layers)
+    kept = len(moe & set(four_bit_layers_kept(ctx))) / len(moe)
+    return 8 * DTYPE_BYTES[ctx.dtype] * kept + MXFP4_BITS * (1 - kept)
