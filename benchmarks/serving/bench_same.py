@@ -4,6 +4,8 @@ Both servers of a pair are up at the same time, as `bench` has them where both f
 started anew after some runs: what differs between two starts of one plan is chance too.
 
 Run it on a quiet machine:  python benchmarks/serving/bench_same.py --write
+
+The record is written after each run. With --resume the runs of this machine's latest record count too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,16 +24,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, head, host, latest_record, packages, parser_of, write_record  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, vllm_version  # noqa: E402
 from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
 from moe_optimizer.launcher.supervisor import Supervisor  # noqa: E402
 from moe_optimizer.measure.bench.result import RESULT_FILE  # noqa: E402
-from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 
 MODEL = ROOT / "examples" / "tiny-moe"
 READY_TIMEOUT_S = 900.0
+SUBJECT = "same"
 NO_DIFFERENCE = "no difference shown"
 
 
@@ -41,37 +44,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starts", type=int, default=8, help="pairs of servers to share them (default: 8)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each run (default: 5)")
     parser.add_argument("--clients", default="4", help="of the workload `small` (default: 4)")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no further run after so long (default: 600)")
+    parser.add_argument("--resume", action="store_true", help="count the runs of this machine's latest record too")
     options = parser.parse_args(arguments)
-    load_before = os.getloadavg()[0]
-    runs: list[dict[str, Any]] = []
-    digest = ""
-    with tempfile.TemporaryDirectory() as folder:
-        for start in range(options.starts):
-            share = range(options.runs * start // options.starts, options.runs * (start + 1) // options.starts)
-            with servers(Path(folder) / f"start-{start}") as (plan, urls):
-                digest = plan.digest
-                for number in share:
-                    runs.append(measured(urls, Path(folder) / f"run-{number}", options) | {"start": start})
-                    print(f"run {number + 1} of {options.runs}: {shown(runs[-1])}", flush=True)
-    record = head("bench of a plan against itself: runs that claim a difference", options.commit) | {
-        "environment": host(load_before) | packages("torch") | {"vllm": vllm_version()},
+    begin, share = time.monotonic(), -(-options.runs // options.starts)
+    # Before the first record is written, which changes the checkout where git has an earlier one.
+    first = head("bench of a plan against itself: runs that claim a difference", options.commit) | {
+        "environment": host(os.getloadavg()[0]) | packages("torch") | {"vllm": vllm_version()},
         "model": MODEL.name,
-        "plan_digest": digest,
         "repetitions": options.repetitions,
         "clients": options.clients,
-        "words": Counter(each["verdict"] for run in runs for each in run["verdicts"]),
-        "without_a_difference": sum(not claims(run) for run in runs),
-        "runs": runs,
     }
-    print(f"{record['without_a_difference']} of {len(runs)} runs show no difference; verdicts: {dict(record['words'])}")
-    if options.write:
-        write_record(record, cpu_slug(record["environment"]["cpu"]), "same")
+    runs = of_the_latest_record(first) if options.resume else []
+
+    def more() -> bool:
+        return len(runs) < options.runs and time.monotonic() - begin < options.minutes * 60
+
+    while more():
+        start = runs[-1]["start"] + 1 if runs else 0
+        with tempfile.TemporaryDirectory() as folder, servers(Path(folder) / "servers") as urls:
+            for number in range(share):
+                if not more():
+                    break
+                run = measured(urls, Path(folder) / f"run-{number}", options)
+                runs.append(run | {"start": start, "commit": first["commit"]})
+                print(f"run {len(runs)} of {options.runs}: {shown(run)}", flush=True)
+                if options.write:
+                    write_record(first | summary(runs), cpu_slug(first["environment"]["cpu"]), SUBJECT)
+    found = summary(runs)
+    print(f"{found['without_a_difference']} of {len(runs)} runs show no difference; verdicts: {dict(found['words'])}")
     return 0
 
 
+def of_the_latest_record(first: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of this machine's latest record; `first`: the head of the one that goes on.
+
+    Raises:
+        SystemExit: it measured something else.
+    """
+    record = latest_record(SUBJECT)
+    if record is None:
+        return []
+    for key, there, here in (
+        *((key, record[key], first[key]) for key in ("model", "repetitions", "clients")),
+        *((key, record["environment"][key], first["environment"][key]) for key in ("torch", "vllm")),
+    ):
+        if there != here:
+            raise SystemExit(f"--resume: {key}: the latest record has {there}, this run {here}")
+    return list(record["runs"])
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a record says of its runs, with them; its commit too where they are of several."""
+    several = {} if len({run["commit"] for run in runs}) == 1 else {"commit": None}  # named in the runs
+    return several | {
+        "words": Counter(each["verdict"] for run in runs for each in run["verdicts"]),
+        "without_a_difference": sum(not claims(run) for run in runs),
+        "runs": list(runs),
+    }
+
+
 @contextmanager
-def servers(folder: Path) -> Iterator[tuple[Plan, list[str]]]:
-    """Start two servers of one plan, which differ in their ports."""
+def servers(folder: Path) -> Iterator[list[str]]:
+    """Start two servers of one plan, which differ in their ports; yield their URLs."""
     folder.mkdir()
     profile = load_profile("balanced")
     plans = [plan_here(MODEL, profile=profile, wishes={}, port=free_port(), batch_size=4) for _ in range(2)]
@@ -79,7 +114,7 @@ def servers(folder: Path) -> Iterator[tuple[Plan, list[str]]]:
         runs = [Supervisor(plan, folder / str(number)) for number, plan in enumerate(plans)]
         for run in runs:
             started.enter_context(run.started())
-        yield plans[0], [run.wait_until_ready(READY_TIMEOUT_S).base_url for run in runs]
+        yield [run.wait_until_ready(READY_TIMEOUT_S).base_url for run in runs]
 
 
 def measured(urls: Sequence[str], folder: Path, options: Any) -> dict[str, Any]:

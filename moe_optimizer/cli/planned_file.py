@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_optimizer.cli.options import AimOptions, PlanOptions, ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.settings import resolve
-from moe_optimizer.env import read_environment
+from moe_optimizer.env import DISABLE, read_environment
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.inspection.hardware_probe import probe_hardware
 from moe_optimizer.inspection.vllm_installation import find_vllm
@@ -24,7 +24,8 @@ def read_plan(options: ServeOptions) -> Plan:
     """Return the plan of `--plan`.
 
     Raises:
-        InputError: an option wants something else planned, the file is no plan, or the model is another.
+        InputError: an option wants something else planned, the file is no plan, the model is another, or it requires
+            what the kill switch has switched off.
         UnsupportedError: it is for another machine or vLLM.
     """
     assert options.plan is not None, "the caller has looked"
@@ -33,7 +34,8 @@ def read_plan(options: ServeOptions) -> Plan:
     check_is_for_here(plan, origin=f"--plan {options.plan}", model=options.named_model)
     settings = resolve(dataclasses.replace(options, model=plan.model.path, model_argument=None), read_environment())
     if settings.disabled:
-        plan = plan.replace(serve_args=plan.plain_args)
+        _check_requires_nothing(plan, origin=f"--plan {options.plan}")
+        plan = plan.stock()
     if not options.dry_run:
         check_can_serve_here(plan, settings)
     return plan
@@ -66,6 +68,13 @@ def check_is_for_here(plan: Plan, *, origin: str, model: str | None) -> None:
         raise UnsupportedError(
             f"{origin}: is for vLLM {plan.vllm_version}, but {vllm.version} is installed", hint="plan again here"
         )
+
+
+def _check_requires_nothing(plan: Plan, *, origin: str) -> None:
+    for decision in plan.decisions:
+        if decision.required:
+            what = f"{origin}: requires {decision.pass_name}, which contradicts {DISABLE}=1 in the environment"
+            raise InputError(what, hint=f"unset {DISABLE}, or plan without --require")
 
 
 def _check_nothing_else_planned(options: ServeOptions) -> None:

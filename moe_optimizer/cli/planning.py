@@ -73,7 +73,7 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
         InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
     """
     plan = with_judgement(planned(request))
-    return plan.replace(serve_args=plan.plain_args) if settings.disabled else plan
+    return plan.stock() if settings.disabled else plan
 
 
 def decide_before_measuring(request: PlanRequest) -> Plan:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from moe_optimizer.cli import messages
@@ -14,6 +15,8 @@ from moe_optimizer.errors import printable
 
 _OVER = "\r\x1b[K"
 """Goes to the begin of the terminal's line and empties it."""
+_SAYS_NOTHING_S = 60.0
+"""Chosen: what takes a minute needs no estimate, and its first steps give none."""
 OnStep = Callable[[float, str], None]
 
 
@@ -89,7 +92,7 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
 
     with clean_termination(), _interrupts_said(lines):
         if not messages.use_color(sys.stderr):
-            yield line
+            yield _with_time_left(line)
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -98,12 +101,30 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
         try:
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task("starting", total=1.0)
-                yield lambda share, text: bar.update(task, completed=share, description=printable(text))
+                yield _with_time_left(
+                    lambda share, text: bar.update(task, completed=share, description=printable(text))
+                )
         except OSError as error:
             # The terminal was closed: what SIGHUP raised counts, not that the bar could not be taken away.
             if error.errno == errno.EIO and isinstance(error.__context__, SystemExit):
                 raise error.__context__ from None
             raise
+
+
+def _with_time_left(on_step: OnStep) -> OnStep:
+    """Add to what is said how long the rest takes, from the second minute on, at the pace since the first call."""
+    first: tuple[float, float] | None = None
+
+    def show(share: float, text: str) -> None:
+        nonlocal first
+        now = time.monotonic()
+        first = first or (now, share)
+        passed, done = now - first[0], share - first[1]
+        if passed > _SAYS_NOTHING_S and done > 0 and share < 1:
+            text += f", about {max(1, round(passed * (1 - share) / done / 60))} min left"
+        on_step(share, text)
+
+    return show
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def command(options: ServeOptions) -> messages.Output | int:
         plan = planning.decide(settings, request)
         check_can_serve_here(plan, settings)
         launch.check(plan, run_dir=run_dir)
-    return _serve(options, plan, run_dir, lines, warm=not settings.disabled)
+    return _serve(options, plan, run_dir, lines)
 
 
 def _serve_file(options: ServeOptions) -> messages.Output | int:
@@ -79,10 +79,10 @@ def _serve_file(options: ServeOptions) -> messages.Output | int:
             return plan_output(plan, as_json=options.json)
         run_dir = _run_dir(options, plan.model.name)
         launch.check(plan, run_dir=run_dir)
-    return _serve(options, plan, run_dir, lines, warm=True)
+    return _serve(options, plan, run_dir, lines)
 
 
-def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLines, *, warm: bool) -> int:
+def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLines) -> int:
     """Serve until a signal comes or a server ends; return the exit code."""
     from moe_optimizer.cli.ready_server import ready_server
     from moe_optimizer.launcher import decode_check, launch
@@ -91,7 +91,7 @@ def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLine
     lines.warn(plan.warnings)
     # Nothing of ours refuses the start any more. What fails from here on stands after these lines, at the end.
     lines.release()
-    ready = False
+    ready, ours = False, not read_environment().disabled
 
     def on_ready(info: launch.ServerInfo) -> None:
         nonlocal ready
@@ -108,8 +108,8 @@ def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLine
             restarts=options.restart,
             strict=options.strict,
             ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
-            warm_up_s=DEFAULT_LIMIT_S if warm and not options.no_warm_up else 0.0,
-            decode_check_s=decode_check.DEFAULT_LIMIT_S if warm and not options.no_decode_check else 0.0,
+            warm_up_s=DEFAULT_LIMIT_S if ours and not options.no_warm_up else 0.0,
+            decode_check_s=decode_check.DEFAULT_LIMIT_S if ours and not options.no_decode_check else 0.0,
             stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
             echo=lines.line,
             live=lines.live if messages.use_color(sys.stderr) and not options.verbose else None,

@@ -78,7 +78,10 @@ def sides_of(
         side = _on_its_own_port(each.side, [other.side for other in checked])
         check_side(side, run_dir=run_dir, fits=fits)
         checked.append(dataclasses.replace(each, side=side))
-    return _named_apart([_measured(each, lines) for each in checked])
+    # All are planned by the same tables: of what the last of them had measured too.
+    for each in checked:
+        _measure(each, lines)
+    return _named_apart([_planned(each) for each in checked])
 
 
 def _check_reaches_all(options: BenchOptions | QualityOptions, names: Sequence[str]) -> None:
@@ -182,23 +185,34 @@ def _checked(options: BenchOptions | QualityOptions, what: str, number: int) -> 
             plan = planning.decide(settings, request)
         check_can_serve_here(plan, settings)
         return _Checked(Side(name=STOCK, plan=plan))
+    if number:
+        options = dataclasses.replace(options, switches={}, require=[])
     settings, request = planning.read_request(dataclasses.replace(options, profile=what))
     plan = planning.decide_before_measuring(request)
     check_can_serve_here(plan, settings)
-    return _Checked(Side(name=plan.profile_name, plan=plan), (settings, request))
+    switched = [f"{'+' if on else '-'}{name}" for name, on in options.switches.items()]
+    return _Checked(Side(name=" ".join([plan.profile_name, *switched]), plan=plan), (settings, request))
 
 
-def _measured(checked: _Checked, lines: ProgressLines) -> Side:
-    """Return a side with the plan that is served, after its kernels were measured."""
+def _measure(checked: _Checked, lines: ProgressLines) -> None:
+    """Measure the kernels of a side where no table answers, not even one that was just made for another side."""
+    from moe_optimizer.cli import planning
+    from moe_optimizer.cli.speed_questions import measure_if_needed
+
+    if checked.unmeasured is not None:
+        settings, request = checked.unmeasured
+        plan = planning.decide_before_measuring(planning.after_measuring(request))
+        measure_if_needed(plan, settings["calibrate"], lines)
+
+
+def _planned(checked: _Checked) -> Side:
+    """Return a side with the plan that is served."""
     from moe_optimizer.cli import planning
     from moe_optimizer.cli.preflight import check_can_serve_here
-    from moe_optimizer.cli.speed_questions import measure_if_needed
 
     if checked.unmeasured is None:
         return checked.side
-    assert checked.side.plan is not None, "a profile has a plan"
     settings, request = checked.unmeasured
-    measure_if_needed(checked.side.plan, settings["calibrate"], lines)
     plan = planning.decide(settings, planning.after_measuring(request))
     check_can_serve_here(plan, settings)
     return dataclasses.replace(checked.side, plan=plan)

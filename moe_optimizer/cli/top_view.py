@@ -50,8 +50,8 @@ def _block(server: ServerActivity, rates: Sequence[float], width: int) -> list[s
     if now.worst_imbalance is not None:
         lines.append(f"  experts   {now.worst_imbalance:>10.2f} times the mean: busiest of layer {now.worst_layer}")
     if rates:
-        lines.append(f"  {_curve(rates, width - 2)}")
-    return [line[:width] for line in lines]
+        lines.append(f"  tokens/s  {_curve(rates, width - 12)}")
+    return [line[:width].rstrip() for line in lines]
 
 
 def _by_tokens(kernels: Mapping[str, str]) -> list[tuple[str, str]]:

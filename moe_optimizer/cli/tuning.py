@@ -31,6 +31,7 @@ from moe_optimizer.measure.tune.ledger import Entry, TuneResult
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.settings import settings_of
+from moe_optimizer.measure.tune.split import TRITON_SHARE
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
 from moe_optimizer.plan.json_codec import decode, encode
@@ -39,8 +40,6 @@ from moe_optimizer.plan.plan import Plan
 _DEFAULT_GOAL = "throughput"
 _DEFAULT_BUDGET_S = 1200.0
 _DEFAULT_REPETITIONS = 4
-_TRITON_SHARE = 0.25
-"""Of the budget, for launch parameters of vLLM's Triton kernel where it runs (chosen)."""
 _TRITON_FILE = "triton.json"
 _PLAN_FILE = "plan.json"
 _LEDGER_FILE = "ledger.json"
@@ -124,7 +123,7 @@ class Tuning:
             begin = time.monotonic()
             kept, reason = False, ""
             try:
-                written = tune_triton(self._options, budget_s=_TRITON_SHARE * self._budget_s).result["file"]
+                written = tune_triton(self._options, budget_s=TRITON_SHARE * self._budget_s).result["file"]
                 kept, reason = written is not None, f"written: {written}" if written else "nothing beat vLLM's own"
             except MoeOptimizerError as error:
                 reason = str(error)

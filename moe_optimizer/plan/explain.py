@@ -179,10 +179,8 @@ class _Page:
             yield from self._command(["vllm-router"], plan.group.router_args)
         if not plan.num_gpus:
             yield ""
-            yield from self._wrap(
-                "The CPU build has no working vllm command; the same flags are given to "
-                "python -m vllm.entrypoints.openai.api_server --model instead."
-            )
+            yield "  # The CPU build has no working vllm command; give the same flags to"
+            yield "  # python -m vllm.entrypoints.openai.api_server --model"
 
     def _serve_command(
         self, plan: Plan, arguments: ServeArguments, environment: Mapping[str, str], folder: str

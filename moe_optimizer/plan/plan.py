@@ -117,6 +117,14 @@ class Plan:
         """
         return Plan.from_json(read_text(path, max_bytes=_MAX_FILE_BYTES), origin=str(path))
 
+    def stock(self) -> Plan:
+        """Return the plan of stock vLLM on the same devices: no argument and no variable of an optimization."""
+        # How devices share the model is no optimization.
+        tuned = {key for each in self.decisions if each.pass_name != "parallelism" for key in each.env}
+        environment = {key: value for key, value in self.serve_env.items() if key not in tuned}
+        group = self.group and self.group.with_common(self.plain_args, instead_of=self.serve_args)
+        return self.replace(serve_args=self.plain_args, serve_env=environment, group=group)
+
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)

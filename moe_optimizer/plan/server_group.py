@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,3 +34,12 @@ class ServerGroup:
     """Those of disaggregation in the order in which a request passes through them."""
     router_args: ServeArguments
     """All arguments of `vllm-router`."""
+
+    def with_common(self, common: ServeArguments, *, instead_of: ServeArguments) -> ServerGroup:
+        """Return the group with other arguments that its servers have in common; what a server has alone stays."""
+        roles = []
+        for role in self.servers:
+            own = [each for each in role.serve_args.arguments if each not in instead_of.arguments]
+            words = ServeArguments(*(word for each in own for word in each.words))
+            roles.append(dataclasses.replace(role, serve_args=common.overridden_by(words)))
+        return dataclasses.replace(self, servers=tuple(roles))

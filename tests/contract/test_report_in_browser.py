@@ -50,6 +50,26 @@ def test_a_browser_shows_it_whole(width: int, scheme: Scheme, report: Path, page
     assert outside == [], "text or marks stand outside of their picture"
 
 
+def test_a_wide_screen_shows_every_table_whole(report: Path, page: Page) -> None:
+    page.load(report, width=1600, scheme="light")
+    wider = page.value(
+        "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth)"
+        ".map(each => each.getAttribute('aria-label'))"
+    )
+    assert wider == []
+
+
+@pytest.mark.parametrize("section", ["plan", "tuning", "proof", "quality"])
+def test_a_phone_shows_tables_of_words_without_scrolling_sideways(section: str, report: Path, page: Page) -> None:
+    page.load(report, width=400, scheme="light")
+    outside = page.value(
+        f"[...document.querySelectorAll('#{section} caption, #{section} table.stacks td')]"
+        ".filter(part => part.getBoundingClientRect().right > 400).map(part => part.textContent)"
+    )
+    assert outside == []
+    assert page.value(f"document.querySelectorAll('#{section} table.stacks').length") > 0
+
+
 @pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
 def test_colours_follow_the_reader(scheme: Scheme, dark: bool, report: Path, page: Page) -> None:
     page.load(report, width=1600, scheme=scheme)

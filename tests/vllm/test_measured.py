@@ -149,11 +149,14 @@ def test_the_table_is_no_wider_than_a_terminal(servers: tuple[Servers, QualityRe
     assert max(map(len, render(servers[1]).splitlines())) <= 80
 
 
-def test_the_users_prompts_stand_side_by_side(servers: tuple[Servers, QualityResult]) -> None:
+def test_the_users_prompts_stand_side_by_side_alone_and_in_one_request(servers: tuple[Servers, QualityResult]) -> None:
     for prompt in servers[1].prompts:
-        place = prompt.first_difference
-        assert prompt.reference[:place] == prompt.plan[:place]
-        assert (place is None) == (prompt.reference == prompt.plan)
+        assert prompt.in_batch is not None
+        for found in (prompt, prompt.in_batch):
+            place = found.first_difference
+            assert found.reference[:place] == found.plan[:place]
+            assert (place is None) == (found.reference == found.plan)
+            assert found.reference
 
 
 MISTAKES = {

@@ -27,6 +27,8 @@ from moe_optimizer.plan.plan import Plan
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
+_START_SHARE = 0.25
+"""Chosen: of the time of servers that are started and loaded, for progress alone."""
 _ATTEMPTS = 3
 """Chosen: at a round. What the first needed is in the caches for the second."""
 
@@ -88,7 +90,7 @@ def _measure(request: BenchRequest, start: Start, on_step: OnStep) -> None:
             side: stack.enter_context(_opened(request, side, key))
             for side, key in zip(start.sides, start.keys, strict=True)
         }
-        _send(request, start.turns, up, on_step)
+        _send(request, start.turns, up, lambda share, text: on_step(_START_SHARE + (1 - _START_SHARE) * share, text))
         for side, key in zip(start.sides, start.keys, strict=True):
             up[side].check_alive(request.sides[side].name)
             write_atomically(start_path(request.folder, key), up[side].facts().to_json())

@@ -18,9 +18,9 @@ _WIDTH = 80
 def render(result: BenchResult) -> str:
     """Return the sides under each load, what their first minute was like, and the verdicts."""
     how = "side by side" if result.together else "started in turns"
-    lines = [f"{result.workload}: {result.description}", f"{result.repetitions} repetitions, {how}", ""]
+    lines = [*_wrapped(f"{result.workload}: {result.description}"), f"{result.repetitions} repetitions, {how}", ""]
     lines += [
-        f"{'load':<15}{'side':<14}{'TPOT ms':>8} {'p99':>7} {'TTFT ms':>8} {'p99':>8} {'tokens/s':>9}",
+        f"{'load':<15}{'side':<18}{'TPOT ms':>8} {'p99':>7} {'TTFT ms':>8} {'p99':>8} {'tokens/s':>9}",
         *(
             _row(result.sides[side], load)
             for load in range(len(result.sides[0].loads))
@@ -41,7 +41,7 @@ def _row(side: SideResult, number: int) -> str:
     ttft, ttft_99 = _pair(load.ttft_ms)
     name = str(Load(clients=load.clients, rate=load.rate))
     row = (
-        f"{name:<15}{side.name[:13]:<14}{tpot:>8} {tpot_99:>7} {ttft:>8} {ttft_99:>8} {load.output_tokens_per_s:>9.1f}"
+        f"{name:<15}{side.name[:17]:<18}{tpot:>8} {tpot_99:>7} {ttft:>8} {ttft_99:>8} {load.output_tokens_per_s:>9.1f}"
     )
     return row + _further(load)
 
@@ -68,7 +68,7 @@ def _about(side: SideResult) -> Iterable[str]:
         facts.append(f"GPU memory {side.memory.gpu_bytes / _GIB:.1f} GiB")
     if side.memory.process_bytes is not None:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
-    yield f"{side.name}: {'; '.join(facts)}"
+    yield from _wrapped(f"{side.name}: {'; '.join(facts)}")
     if side.memory.parts:
         parts = [
             f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"
@@ -82,17 +82,21 @@ def _about(side: SideResult) -> Iterable[str]:
 
 def _verdicts(result: BenchResult) -> Iterable[str]:
     ours, theirs = result.sides[0].name, result.sides[1].name
-    yield f"{ours} against {theirs} (intervals hold together with 95 % confidence)"
+    yield from _wrapped(f"{ours} against {theirs} (intervals hold together with 95 % confidence)")
     for each in result.verdicts:
         yield f"  {each.load:<15}{_METRICS[each.metric]:<23}{_sentence(each)}"
 
 
 def _expected(side: SideResult) -> Iterable[str]:
     if side.expected:
-        yield f"what the plan expects of each pass of {side.name}; the verdicts are of all together"
+        yield from _wrapped(f"what the plan expects of each pass of {side.name}; the verdicts are of all together")
     for each in side.expected:
         head = f"  {each.pass_name:<19}"
         yield from textwrap.wrap(str(each), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _wrapped(text: str) -> Iterable[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
 
 
 def _sentence(verdict: Verdict) -> str:

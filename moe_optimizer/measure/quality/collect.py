@@ -67,13 +67,18 @@ class Asked:
         return distributions(rows)
 
     def texts(self, prompts: tuple[str, ...], *, max_tokens: int) -> tuple[str, ...]:
-        """Return greedy continuations.
+        """Return greedy continuations of prompts in one request.
 
         Raises:
-            ServerFailedError: it does not answer, or refuses a request.
+            InputError: it refuses the prompts.
+            ServerFailedError: it does not answer.
         """
         body = {"model": self._model, "prompt": list(prompts), "max_tokens": max_tokens, "temperature": 0}
-        return tuple(choice["text"] for choice in self._sent(body))
+        try:
+            return tuple(choice["text"] for choice in self._sent(body))
+        except urllib.error.HTTPError as error:
+            said = error.read(400).decode("utf-8", errors="replace")
+            raise InputError(f"--prompts: {self._name} answers {error.code}: {said}") from None
 
     def _choices(self, prompts: tuple[tuple[int, ...], ...], probe: Probe) -> list[dict[str, Any]] | None:
         body: dict[str, Any] = {

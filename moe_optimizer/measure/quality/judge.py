@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from moe_optimizer.measure.quality.intervals import Estimate
-from moe_optimizer.measure.quality.result import BatchResult, Failure, Metrics
+from moe_optimizer.measure.quality.result import BatchResult, Failure, Metrics, TaskResult
 
 THE_PLAN = "plan"
 _LEAST = frozenset({"top1_agreement", "greedy_match_tokens"})
@@ -27,9 +27,9 @@ def attainable(thresholds: Thresholds, found: Sequence[BatchResult], reference: 
     A reference that is this far from itself when it batches differs by rounding alone: no plan can be nearer to it than
     twice that.
     """
-    limit = thresholds.get("kl_mean")
     own = max((each.kl_mean.value or 0.0 for each in found if each.side == reference), default=0.0)
-    return thresholds if limit is None else {**thresholds, "kl_mean": max(limit, _TIMES_OWN * own)}
+    stated = {metric: thresholds.get(metric) for metric in ("kl_mean", "batch_kl_mean")}
+    return {**thresholds, **{key: max(limit, _TIMES_OWN * own) for key, limit in stated.items() if limit is not None}}
 
 
 def judge(found: Metrics, where: str, thresholds: Thresholds, *, pass_name: str = THE_PLAN) -> list[Failure]:
@@ -40,15 +40,32 @@ def judge(found: Metrics, where: str, thresholds: Thresholds, *, pass_name: str 
     return list(_failures(values, where, thresholds, pass_name))
 
 
-def judge_batch(found: Sequence[BatchResult], plan: str, thresholds: Thresholds) -> list[Failure]:
-    """Return whether the plan's server continues prompts in a batch too differently from the same prompts alone."""
+def judge_batch(
+    found: Sequence[BatchResult], side: str, thresholds: Thresholds, *, pass_name: str = THE_PLAN
+) -> list[Failure]:
+    """Return whether a side's server continues prompts in a batch too differently from the same prompts alone."""
     limit = thresholds.get("batch_kl_mean")
-    values = [each.kl_mean.value for each in found if each.side == plan]
+    values = [each.kl_mean.value for each in found if each.side == side]
     return [
-        Failure(pass_name=THE_PLAN, where="batch", metric="batch_kl_mean", value=value, limit=limit)
+        Failure(pass_name=pass_name, where="batch", metric="batch_kl_mean", value=value, limit=limit)
         for value in values
         if limit is not None and (value is None or value > limit)
     ]
+
+
+def judge_tasks(found: Sequence[TaskResult], thresholds: Thresholds, *, pass_name: str = THE_PLAN) -> list[Failure]:
+    """Return the tasks whose score drops too far: by more than the limit with the whole interval of the difference."""
+    limit = thresholds.get("task_drop")
+    if limit is None:
+        return []
+    failed = []
+    for each in found:
+        value, high = each.difference.value, each.difference.high
+        if value is None or high is None or -high > limit:
+            drop = None if value is None else -value
+            where = f"{each.task} {each.metric}"
+            failed.append(Failure(pass_name=pass_name, where=where, metric="task_drop", value=drop, limit=limit))
+    return failed
 
 
 def named(

@@ -85,7 +85,7 @@ class Failure:
     pass_name: str
     """The pass that fails alone; "plan" where none does, or several together."""
     where: str
-    """The probe, "all" or "batch"."""
+    """The probe, "all", "batch", or the task and its metric."""
     metric: str
     value: float | None
     """None: no number came out."""
@@ -93,10 +93,9 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptResult:
-    """One of the user's prompts, continued by both servers."""
+class Continuations:
+    """What both servers make of a prompt."""
 
-    prompt: str
     reference: str
     plan: str
     first_difference: int | None
@@ -104,10 +103,20 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult(Continuations):
+    """One of the user's prompts, sent alone."""
+
+    prompt: str
+    in_batch: Continuations | None
+    """The same prompt in one request with all others; None where there is no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
     """A task of lm-evaluation-harness, answered by both servers, compared question by question."""
 
     task: str
+    """Or the group of tasks that was asked for, with the questions of all of them."""
     metric: str
     questions: int
     reference: float
@@ -147,7 +156,8 @@ class QualityResult(Metrics):
     """Tokens of each distribution that are compared one by one; all others are compared as one, so that a divergence
     is a lower bound."""
     thresholds: Mapping[str, float | None]
-    """As judged: `kl_mean` is raised to twice that of the reference alone and in a batch, where that is more."""
+    """As judged: `kl_mean` and `batch_kl_mean` are raised to twice that of the reference alone and in a batch, where
+    that is more."""
     failed: tuple[Failure, ...]
     probes: tuple[ProbeResult, ...]
     kernels: tuple[KernelResult, ...]
@@ -155,8 +165,16 @@ class QualityResult(Metrics):
     not_alone: Mapping[str, str]
     """Passes that were not measured alone, and why."""
     batch: tuple[BatchResult, ...]
-    """Each server against itself; judged only where the profile has a threshold for it."""
+    """Each server against itself; only the plan's is judged."""
     first_difference: FirstDifference | None
     prompts: tuple[PromptResult, ...]
     tasks: tuple[TaskResult, ...]
     environment: Mapping[str, str]
+
+
+def first_difference(one: str, other: str) -> int | None:
+    """Return how many characters precede the first that differs; None: the texts are the same."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.quality.distributions import Distributions
 from moe_optimizer.measure.quality.divergence import Differences
 from moe_optimizer.measure.quality.embedded import compute_reference
-from moe_optimizer.measure.quality.judge import attainable, judge, judge_batch, named
+from moe_optimizer.measure.quality.judge import attainable, judge, judge_batch, judge_tasks, named
 from moe_optimizer.measure.quality.kernels import Kernel, kernel_at, proofs_in
 from moe_optimizer.measure.quality.metrics import batch_result, differences, metrics
 from moe_optimizer.measure.quality.probes import Probe, most_sequences, step_sizes
 from moe_optimizer.measure.quality.request import EMBEDDED, QualityRequest
 from moe_optimizer.measure.quality.result import (
+    Continuations,
     Failure,
     FirstDifference,
     KernelResult,
@@ -23,8 +24,9 @@ from moe_optimizer.measure.quality.result import (
     ProbeResult,
     PromptResult,
     QualityResult,
+    first_difference,
 )
-from moe_optimizer.measure.quality.served import ServedSide, serve_side
+from moe_optimizer.measure.quality.served import ServedSide, Texts, serve_side
 from moe_optimizer.measure.quality.tasks import compare_tasks
 
 OnStep = Callable[[float, str], None]
@@ -38,7 +40,7 @@ def run_quality(request: QualityRequest, *, on_step: OnStep) -> QualityResult:
 
     Args:
         request: what to measure.
-        on_step: takes the share that is done, and what comes next with the time that is left.
+        on_step: takes the share that is done, and what comes next.
 
     Raises:
         InputError: the folder has other answers, or a server takes no requests of the needed length.
@@ -46,18 +48,7 @@ def run_quality(request: QualityRequest, *, on_step: OnStep) -> QualityResult:
         ServerFailedError: a server died, or refused a request.
     """
     request.claim_folder()
-    return _Run(request, _with_time_left(on_step)).result()
-
-
-def _with_time_left(on_step: OnStep) -> OnStep:
-    begin = time.monotonic()
-
-    def show(share: float, text: str) -> None:
-        passed = time.monotonic() - begin
-        left = f", about {passed * (1 - share) / share / 60:.0f} min left" if share > 0 and passed > 60 else ""
-        on_step(share, text + left)
-
-    return show
+    return _Run(request, on_step).result()
 
 
 class _Run:
@@ -95,7 +86,8 @@ class _Run:
         thresholds = self._thresholds = attainable(request.thresholds, batch, reference.name)
         failed = judge(Metrics(**fields), "all", thresholds)
         failed += [failure for each in probes for failure in judge(each, each.probe, thresholds)]
-        failed += judge_batch(batch, plan.name, thresholds)
+        tasks = compare_tasks(reference.tasks, plan.tasks)
+        failed += [*judge_batch(batch, plan.name, thresholds), *judge_tasks(tasks, thresholds)]
         blamed = len(request.alone) > 1
         alone, alone_failed = self._alone(asked, reference) if request.always_alone or (failed and blamed) else ([], [])
         return QualityResult(
@@ -114,10 +106,8 @@ class _Run:
             not_alone=request.not_alone,
             batch=tuple(batch),
             first_difference=_first_difference(found, reference, plan, layers),
-            prompts=tuple(_prompt(*each) for each in zip(request.prompts, reference.texts, plan.texts, strict=True))
-            if reference.texts
-            else (),
-            tasks=compare_tasks(reference.tasks, plan.tasks),
+            prompts=_prompts(request.prompts, reference.texts, plan.texts),
+            tasks=tasks,
             environment=request.environment,
         )
 
@@ -142,7 +132,7 @@ class _Run:
             on_step=lambda share, text: self._on_step((1 + share) / self._sides, text),
         )
         answers = {probe.key: Distributions.read(folder / f"{probe.key}.npz") for probe in asked}
-        return ServedSide(name=EMBEDDED, answers=answers, texts=(), tasks={}, run_dir=folder), layers
+        return ServedSide(name=EMBEDDED, answers=answers, texts=None, tasks={}, run_dir=folder), layers
 
     def _alone(
         self, asked: Sequence[Probe], reference: ServedSide
@@ -158,6 +148,10 @@ class _Run:
             for probe, difference in found:
                 one = Metrics(**metrics([(probe, difference)]))
                 failures += judge(one, str(probe), self._thresholds, pass_name=name)
+            batch = batch_result(side.name, asked, side.answers)
+            failures += judge_batch([batch] if batch else [], side.name, self._thresholds, pass_name=name)
+            tasks = compare_tasks(reference.tasks, side.tasks)
+            failures += judge_tasks(tasks, self._thresholds, pass_name=name)
             # A pass that runs only with another fails by that one if the other fails too.
             if not any(other in alone.with_passes for other, earlier in failed if earlier):
                 failed.append((name, failures))
@@ -217,8 +211,20 @@ def _first_difference(
     return None
 
 
-def _prompt(prompt: str, reference: str, plan: str) -> PromptResult:
-    pairs = enumerate(zip(reference, plan, strict=False))
-    first = next((number for number, (one, other) in pairs if one != other), min(len(reference), len(plan)))
-    differs = None if reference == plan else first
-    return PromptResult(prompt=prompt, reference=reference, plan=plan, first_difference=differs)
+def _prompts(prompts: tuple[str, ...], reference: Texts | None, plan: Texts | None) -> tuple[PromptResult, ...]:
+    if reference is None or plan is None:
+        return ()
+    return tuple(
+        PromptResult(
+            prompt=prompt,
+            in_batch=Continuations(**_both(reference.in_batch[number], plan.in_batch[number]))
+            if len(prompts) > 1
+            else None,
+            **_both(reference.alone[number], plan.alone[number]),
+        )
+        for number, prompt in enumerate(prompts)
+    )
+
+
+def _both(reference: str, plan: str) -> dict[str, Any]:
+    return {"reference": reference, "plan": plan, "first_difference": first_difference(reference, plan)}

@@ -27,13 +27,23 @@ _START_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Continuations of the user's prompts."""
+
+    alone: tuple[str, ...]
+    """Of each prompt in a request of its own."""
+    in_batch: tuple[str, ...]
+    """Of all prompts in one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSide:
     """What one side answered."""
 
     name: str
     answers: Answers
-    texts: tuple[str, ...]
-    """Continuations of the user's prompts."""
+    texts: Texts | None
+    """None where the user gave no prompts."""
     tasks: TaskAnswers
     run_dir: Path
 
@@ -140,14 +150,18 @@ def _is_complete(request: QualityRequest, folder: Path, asked: tuple[Probe, ...]
 
 
 def _texts_path(folder: Path) -> Path:
-    return folder / "prompts.json"
+    return folder / "continuations.json"
 
 
 def _keep_texts(request: QualityRequest, folder: Path, client: Asked) -> None:
     if request.prompts and not _texts_path(folder).exists():
-        texts = client.texts(request.prompts, max_tokens=request.prompt_tokens)
-        write_atomically(_texts_path(folder), json.dumps(texts))
+        each = [client.texts((prompt,), max_tokens=request.prompt_tokens)[0] for prompt in request.prompts]
+        together = client.texts(request.prompts, max_tokens=request.prompt_tokens) if len(each) > 1 else each
+        write_atomically(_texts_path(folder), json.dumps({"alone": each, "in_batch": together}))
 
 
-def _texts(request: QualityRequest, folder: Path) -> tuple[str, ...]:
-    return tuple(json.loads(read_text(_texts_path(folder), max_bytes=_MAX_BYTES))) if request.prompts else ()
+def _texts(request: QualityRequest, folder: Path) -> Texts | None:
+    if not request.prompts:
+        return None
+    found = json.loads(read_text(_texts_path(folder), max_bytes=_MAX_BYTES))
+    return Texts(alone=tuple(found["alone"]), in_batch=tuple(found["in_batch"]))

@@ -15,6 +15,7 @@ from moe_optimizer.measure.quality.result import (
     PromptResult,
     QualityResult,
     TaskResult,
+    first_difference,
 )
 
 _WIDTH = 80
@@ -34,9 +35,9 @@ def render(result: QualityResult) -> str:
     if result.passes_alone:
         lines += ["", _header("one pass alone")]
         lines += [_row(_with(each.pass_name, each.with_passes), each) for each in result.passes_alone]
-    lines += [f"not measured alone: {name}: {why}" for name, why in result.not_alone.items()]
-    lines += ["", *_intervals(result), *(_batch(each) for each in result.batch)]
-    lines += [_task(each) for each in result.tasks]
+    lines += [line for each in result.not_alone.items() for line in _wrapped(f"not measured alone: {': '.join(each)}")]
+    lines += ["", *_intervals(result), *(line for each in result.batch for line in _batch(each))]
+    lines += [line for each in result.tasks for line in _task(each)]
     if result.first_difference is not None and result.first_difference.layers:
         lines += _first_difference(result.first_difference)
     for number, prompt in enumerate(result.prompts, start=1):
@@ -79,17 +80,23 @@ def _intervals(result: QualityResult) -> Iterable[str]:
         if found.value is None or found.low is None or found.high is None:
             yield f"{name:<30}{_NO_NUMBER} at {result.not_numbers} positions"
             continue
-        interval = f"({form.format(found.low)} to {form.format(found.high)})"
-        yield f"{name:<30}{form.format(found.value)} {interval}"
+        yield f"{name:<30}{in_words(found, form)}"
     yield from _wrapped(
         f"Intervals: 95 %, bootstrap over prompts. KL compares the {result.top_logprobs} likeliest tokens one by one "
         "and all others as one: a lower bound."
     )
 
 
-def _batch(found: BatchResult) -> str:
+def in_words(found: Estimate, form: str) -> str:
+    """Return a number with its interval."""
+    if found.value is None or found.low is None or found.high is None:
+        return _NO_NUMBER
+    return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
+
+
+def _batch(found: BatchResult) -> Iterable[str]:
     kl, same = found.kl_mean.value, found.greedy_match_tokens.value
-    return (
+    yield from _wrapped(
         f"{found.side}, alone and among {found.tokens}: KL {_NO_NUMBER if kl is None else f'{kl:.2g}'}, "
         f"{0.0 if same is None else same:.1f} of {found.generated} tokens the same"
     )
@@ -104,25 +111,36 @@ def _first_difference(found: FirstDifference) -> Iterable[str]:
         yield from _wrapped(f"  {layer}", indent="    ")
 
 
-def _task(found: TaskResult) -> str:
-    return (
-        f"{found.task} {found.metric}: {found.plan:.4f}, reference {found.reference:.4f}; of {found.questions} "
-        f"questions {found.only_reference} lost, {found.only_plan} won, p = {found.p_value:.2g}"
+def _task(found: TaskResult) -> Iterable[str]:
+    yield from _wrapped(
+        f"{found.task} {found.metric}: {found.plan:.4f}, reference {found.reference:.4f}, difference "
+        f"{in_words(found.difference, '{:+.4f}')}; of {found.questions} questions {found.only_reference} lost, "
+        f"{found.only_plan} won, p = {found.p_value:.2g}"
     )
 
 
 def _prompt(number: int, found: PromptResult, result: QualityResult) -> Iterable[str]:
     yield f"prompt {number}: {_quoted(found.prompt)[: _WIDTH - 12]}"
+    names, texts = (result.reference, result.plan), (found.reference, found.plan)
     if found.first_difference is None:
         yield f"  same: {_quoted(found.plan)[: _WIDTH - 8]}"
+    else:
+        yield f"  first difference after {found.first_difference} characters (marked >><<)"
+        for name, text in zip(names, texts, strict=True):
+            yield from _marked(name, text, found.first_difference)
+    if found.in_batch is None:
         return
-    place = found.first_difference
-    yield f"  first difference after {place} characters (marked >><<)"
-    for name, text in ((result.reference, found.reference), (result.plan, found.plan)):
-        marked = f"{text[:place]}>>{text[place : place + 1]}<<{text[place + 1 :]}"
-        yield from textwrap.wrap(
-            f"{name[:12]:<12} {_quoted(marked)}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 15
-        )
+    for name, text, together in zip(names, texts, (found.in_batch.reference, found.in_batch.plan), strict=True):
+        place = first_difference(text, together)
+        after = "the same text" if place is None else f"first difference after {place} characters"
+        yield f"  {name[:12]}, all prompts in one request: {after}"
+        if place is not None:
+            yield from _marked(name, together, place)
+
+
+def _marked(name: str, text: str, place: int) -> Iterable[str]:
+    marked = f"{text[:place]}>>{text[place : place + 1]}<<{text[place + 1 :]}"
+    return textwrap.wrap(f"{name[:12]:<12} {_quoted(marked)}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 15)
 
 
 def _quoted(text: str) -> str:

@@ -131,20 +131,33 @@ def ask(request: TaskRequest, on_step: OnStep) -> int:
         log_samples=True,
         bootstrap_iters=0,
     )
-    answers = scores(found["samples"])
+    answers = scores(found["samples"], found.get("group_subtasks", {}))
     write_atomically(Path(request.path), json.dumps(answers))
     return sum(len(each) for each in answers.values())
 
 
-def scores(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return the scores of each question from what the harness logs of it."""
+def scores(
+    samples: Mapping[str, list[dict[str, Any]]], groups: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, float]]:
+    """Return the scores of each question from what the harness logs of it.
+
+    Args:
+        samples: of each task.
+        groups: each group of tasks with its parts, tasks or groups; the questions of a group are put together, or
+            one of 57 small tasks would drop by chance.
+    """
+    parents = {part: group for group, parts in groups.items() for part in parts}
     found: dict[str, dict[str, float]] = {}
     for task, rows in samples.items():
+        asked = task
+        while asked in parents:
+            asked = parents[asked]
         for row in rows:
             metric = next((each for each in _METRICS if each in row), None)
             if metric is not None:
                 kept = f" ({row['filter']})" if row.get("filter", "none") != "none" else ""
-                found.setdefault(f"{task} {metric}{kept}", {})[str(row["doc_id"])] = float(row[metric])
+                number = str(row["doc_id"]) if asked == task else f"{task}/{row['doc_id']}"
+                found.setdefault(f"{asked} {metric}{kept}", {})[number] = float(row[metric])
     return found
 
 

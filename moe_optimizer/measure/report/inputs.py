@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from moe_optimizer.files import read_text
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult
 from moe_optimizer.measure.decode_step.ledger import Ledger
+from moe_optimizer.measure.quality.result import QualityResult
 from moe_optimizer.measure.tune.ledger import TuneResult
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
@@ -49,7 +50,7 @@ class Inputs:
     bench: BenchResult | None = None
     ledgers: tuple[tuple[Ledger, Ledger], ...] = ()
     """Of each batch: stock vLLM's, and the plan's."""
-    quality: Mapping[str, Any] | None = None
+    quality: QualityResult | None = None
     tuning: TuneResult | None = None
     load: ExpertLoad | None = None
 
@@ -163,8 +164,7 @@ def _ledger(content: dict[str, Any], origin: str) -> Ledger:
 
 
 def _read_quality(content: dict[str, Any], origin: str, found: _Found) -> None:
-    del origin
-    found.rest["quality"] = content
+    found.rest["quality"] = decode(QualityResult, _without_head(content), origin=origin)
 
 
 def _read_tuning(content: dict[str, Any], origin: str, found: _Found) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -18,6 +17,8 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.bench.side import STOCK
+from moe_optimizer.measure.quality.intervals import Estimate
+from moe_optimizer.measure.quality.table import failure_text, in_words
 from moe_optimizer.measure.report.heatmap import heatmap
 from moe_optimizer.measure.report.inputs import Inputs, Run
 from moe_optimizer.measure.report.ledger_figure import ledger_figure
@@ -48,7 +49,7 @@ _QUALITY = {
     "perplexity_ratio": "perplexity ratio",
     "greedy_match_tokens": "tokens until greedy outputs differ",
 }
-"""Key of what `quality --json` prints -> its name."""
+"""Field of a QualityResult -> its name."""
 
 
 def render_page(inputs: Inputs) -> str:
@@ -65,7 +66,8 @@ def render_page(inputs: Inputs) -> str:
         "number": _number,
         "gain": _gain,
         "shell": shlex.join,
-        "quality": _quality,
+        "estimate": _estimate,
+        "failure": failure_text,
     }
     plan, bench = inputs.plan, None if inputs.bench is None else _in_words(inputs.bench)
     return environment.get_template("page.html.j2").render(
@@ -86,7 +88,9 @@ def render_page(inputs: Inputs) -> str:
         load=None if inputs.load is None else load_report(inputs.load).mean,
         rooflines=[] if plan is None else _rooflines(plan),
         ledgers=[(_markup([ledger_figure(stock, ours)])[0], stock, ours) for stock, ours in inputs.ledgers],
+        quality=inputs.quality,
         quality_names=_QUALITY,
+        reference=_STOCK_IN_WORDS if inputs.quality and inputs.quality.reference == STOCK else None,
         environment=_environment(inputs),
         commands="" if plan is None else render_commands(plan),
         version=__version__,
@@ -161,7 +165,7 @@ def _environment(inputs: Inputs) -> Mapping[str, str]:
             "plan": inputs.plan.digest,
         }
     proven = [proof.versions for run in inputs.runs for proof in run.proofs if proof.passes]
-    found |= dict(proven[0]) if proven else {}
+    found |= {name.replace("_", "-"): version for name, version in proven[0].items()} if proven else {}
     found |= dict(inputs.bench.environment) if inputs.bench is not None else {}
     return {name: value for name, value in found.items() if value}
 
@@ -172,13 +176,8 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _quality(found: Any) -> str:
-    """Write a number, or one with its interval, as the quality gate gives it."""
-    if isinstance(found, Mapping):
-        value = next((found[key] for key in ("value", "median", "mean") if key in found), None)
-        limits = f" ({_number(found['low'])} to {_number(found['high'])})" if {"low", "high"} <= found.keys() else ""
-        return _number(value) + limits
-    return _number(found) if isinstance(found, (int, float)) else str(found)
+def _estimate(found: Estimate) -> str:
+    return in_words(found, "{:.4g}")
 
 
 def _decided(plan: Plan) -> list[Decision]:

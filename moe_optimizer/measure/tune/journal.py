@@ -37,7 +37,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, *, budget_s: float, identity: Any = None) -> None:
         self._folder = folder
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self._last: dict[str, float] = {}
         self._found: dict[str, Outcome] = {}
         self._lost_s = 0.0
@@ -52,7 +52,7 @@ class Journal:
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
-        return max(0.0, self._budget_s - self.spent_s)
+        return max(0.0, self.budget_s - self.spent_s)
 
     def estimate_s(self, kind: str) -> float:
         """Return how long a measurement of a kind takes: as long as the last one; 0 before there was any."""

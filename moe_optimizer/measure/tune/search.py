@@ -13,8 +13,9 @@ from moe_optimizer.measure.tune.goal import Goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import Ended, Entry, NearestMiss, Step
 from moe_optimizer.measure.tune.setting_search import SettingSearch
-from moe_optimizer.measure.tune.settings import Settings, arguments_of
-from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial
+from moe_optimizer.measure.tune.settings import UNCHANGED, Settings, arguments_of
+from moe_optimizer.measure.tune.split import ABLATION, CONFIRMATION, SETTING, Part
+from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial, words
 
 _MOST_FAILURES = 3
 """Settings in a row without a result, before any candidate has one: no setting makes such a server start."""
@@ -82,6 +83,8 @@ class _Search:
         self._whole_won = False
         self._left_out = False
         """Whether something was not tried for lack of time."""
+        self._untried = {flag: {*values} - {UNCHANGED} for flag, values in question.settings.items()}
+        self._why_untried = ""
         self._under_way = ""
         """What is being measured."""
         self._last_failure = ""
@@ -98,6 +101,7 @@ class _Search:
         except (KeyboardInterrupt, SystemExit):
             ended = "interrupted"
             self._note("unfinished", self._under_way or "the next step", kept=False, reason="interrupted")
+        self._note_untried(ended)
         answer = self._trials.get(self._identity(self._safe))
         met = self._goal.is_met(answer[1].scores if answer else ())
         return Found(
@@ -118,6 +122,19 @@ class _Search:
         chosen = self._with_settings(chosen)
         self._settle(chosen)
 
+    def _note_untried(self, ended: Ended) -> None:
+        """Name the passes and values of settings that no measurement had time for."""
+        reason = f"not tried: {self._why_untried or ('interrupted' if ended == 'interrupted' else 'no time left')}"
+        if self._identity(_BEST) != self._identity(STOCK):
+            named = {each.what for each in self._entries if each.step == "ablation"}
+            for each in self._question.passes:
+                if each.name not in named:
+                    self._note("ablation", each.name, kept=not self._safe.stock, reason=reason)
+        for flag, values in self._question.settings.items():
+            if left := [value for value in values if value in self._untried[flag]]:
+                what = ", ".join((words(flag, left[0]), *left[1:]))
+                self._note("setting", what, kept=False, reason=reason)
+
     # Passes
 
     def _ablated(self) -> Candidate:
@@ -125,6 +142,8 @@ class _Search:
         outcome, whole = self._pair(_BEST, STOCK)
         self._compare("plan", "the plan", STOCK, outcome, whole, kept=whole.is_win)
         if whole.word is None:
+            for each in self._question.passes:
+                self._note("ablation", each.name, kept=False, reason="not tried: the plan could not be measured")
             return STOCK
         self._whole_won = whole.is_win
         if whole.is_win:
@@ -153,9 +172,9 @@ class _Search:
         if self._identity(without) == self._identity(_BEST):
             self._note("ablation", planned.name, kept=True, reason="changes nothing here", **facts)
             return True
-        if not self._has_room("paired", "paired"):
-            reason = "no time left to measure it alone; the plan with it "
-            reason += "is faster than stock vLLM" if whole_won else "showed no gain"
+        if why := self._why_no_time(ABLATION, next_waits=bool(self._question.settings)):
+            shown = "is faster than stock vLLM" if whole_won else "showed no gain"
+            reason = f"not measured alone; the plan with it {shown}; {why}"
             self._note("ablation", planned.name, kept=whole_won, reason=reason, **facts)
             return whole_won
         outcome, found = self._pair(_BEST, without)
@@ -172,7 +191,10 @@ class _Search:
         if not self._question.settings:
             return start
         best = self._tried_settings(start)
-        if best is None or not self._has_room("paired", "paired"):
+        if best is None:
+            return start
+        if why := self._why_no_time(CONFIRMATION):
+            self._note("confirmation", str(best), kept=False, reason=why)
             return start
         outcome, found = self._pair(best, start)
         self._compare("confirmation", str(best), start, outcome, found, kept=found.is_win)
@@ -186,14 +208,19 @@ class _Search:
         seen: set[str] = set()
         scored: list[tuple[float, Candidate]] = []
         repeats = failures = 0
-        while len(seen) < self._question.most_trials and repeats < _MOST_REPEATS:
-            if not self._has_room("alone", "paired", "paired"):
-                self._note("setting", "further settings", kept=False, reason="no time left to try and confirm them")
+        while True:
+            if why := self._why_no_time(SETTING):
+                self._why_untried = why
                 break
             if failures == _MOST_FAILURES and not self._trials:
-                self._note("setting", "further settings", kept=False, reason="no server has started so far")
+                self._why_untried = "no server has started so far"
+                break
+            if len(seen) == self._question.most_trials or repeats == _MOST_REPEATS:
+                self._why_untried = f"the search has chosen others {len(seen)} times"
                 break
             changed = arguments_of(trials.ask())
+            for flag, value in changed.items():
+                self._untried[flag].discard(value)
             candidate = start.having(changed) if changed else start
             why = self._measure.why_not(candidate)
             identity = str(candidate) if why else self._identity(candidate)
@@ -294,11 +321,10 @@ class _Search:
     def _identity(self, candidate: Candidate) -> str:
         return self._measure.identity(candidate)
 
-    def _has_room(self, *kinds: str) -> bool:
-        """Return whether there is time for these, and to judge the answers in the end."""
-        room = self._journal.has_room(*kinds, *(["judged"] if self._measure.changes_answers(_BEST) else []))
-        self._left_out |= not room
-        return room
+    def _why_no_time(self, part: Part, *, next_waits: bool = False) -> str:
+        why = part.why_not(self._journal, judged=self._measure.changes_answers(_BEST), next_waits=next_waits)
+        self._left_out |= bool(why)
+        return why
 
     def _pair(self, ours: Candidate, theirs: Candidate) -> tuple[Outcome, Comparison]:
         outcome = self._measured(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import get_args
 
-from moe_optimizer.measure.tune.ledger import Entry, TuneResult
+from moe_optimizer.measure.tune.ledger import Entry, Step, TuneResult
 
 _WIDTH = 80
 _ENDED = {
@@ -21,7 +22,10 @@ def render(result: TuneResult) -> str:
     lines += textwrap.wrap(f"result: {result.plan}", _WIDTH, subsequent_indent="  ")
     if result.passes:
         lines += textwrap.wrap(f"on: {', '.join(result.passes)}", _WIDTH, subsequent_indent="  ")
-    lines.append(f"{_ENDED[result.ended]}: {result.spent_s:.0f} of {result.budget_s:.0f} s")
+    by_step = {step: sum(each.seconds for each in result.entries if each.step == step) for step in get_args(Step)}
+    shares = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in by_step.items() if seconds)
+    ended = f"{_ENDED[result.ended]}: {result.spent_s:.0f} of {result.budget_s:.0f} s"
+    lines += textwrap.wrap(f"{ended} ({shares})" if shares else ended, _WIDTH, subsequent_indent="  ")
     lines += _goal(result)
     if result.plan_file is not None:
         lines += ["", f"Written: {result.plan_file}", f"  python run_optimizer.py --plan {result.plan_file}"]

@@ -33,11 +33,12 @@ class Candidate:
         if self.stock:
             return "stock vLLM"
         off = [f"without {', '.join(sorted(self.off))}"] if self.off else []
-        words = [_words(flag, value) for flag, value in self.arguments]
-        return "; ".join([*off, *words]) or "the plan"
+        shown = [words(flag, value) for flag, value in self.arguments]
+        return "; ".join([*off, *shown]) or "the plan"
 
 
-def _words(flag: str, value: str) -> str:
+def words(flag: str, value: str) -> str:
+    """Return an argument as a command line has it."""
     return f"--no-{flag[2:]}" if value == "false" else f"{flag} {value}".strip()
 
 

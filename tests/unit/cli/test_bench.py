@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode, InputError
+from moe_optimizer.inspection.kernel_speeds import measured_dir, write_tables
 from moe_optimizer.launcher import launch
 from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.side import STOCK
+from moe_optimizer.measure.kernel_speeds import tables
+from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
 from moe_optimizer.measure.quality import run as quality_run
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedQuestion, TokenSpeeds
 from tests.builders.results import bench_result
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
@@ -43,6 +49,47 @@ def test_a_switch_is_a_wish_for_the_first_side_and_not_for_stock_vllm(wish: str,
     assert ours.plan.decision(name).wish.value == ("on" if wish.startswith("--enable") else "off")
     assert (stock.name, stock.passes) == (STOCK, ())
     assert not stock.plan.plugin_decisions
+
+
+def test_a_switch_is_no_wish_for_the_profile_that_is_compared_with(asked: list[BenchRequest]) -> None:
+    arguments = ["--enable-speculation", "--require", "expert_load", "--against", "balanced"]
+    main(["bench", TINY_MOE, *arguments, "--calibrate", "0"])
+    ours, other = asked[0].sides
+    assert ("speculation" in ours.passes, "speculation" in other.passes) == (True, False)
+    assert (ours.name, other.name) == ("balanced +speculation", "balanced")
+    assert other.plan is not None
+    assert not other.plan.decision("expert_load").required
+
+
+def fast_kernel(question: SpeedQuestion) -> KernelSpeeds:
+    return KernelSpeeds(
+        **{field.name: getattr(question, field.name) for field in dataclasses.fields(SpeedQuestion)},
+        rows=tuple(TokenSpeeds(tokens=tokens, stock_us=9.0, ours_us={"fused_experts": 1.0}) for tokens in (1, 4096)),
+        source="a stand-in",
+    )
+
+
+@pytest.mark.parametrize(("finished", "times"), [(True, 1), (False, 2)])
+def test_both_sides_are_planned_by_the_same_measurements(
+    finished: bool, times: int, asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A measurement that answers everything is not made again; what the last one found is in both plans."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[SpeedRequest] = []
+
+    def measure(request: SpeedRequest, **_: object) -> None:
+        measured.append(request)
+        if finished or len(measured) == 2:
+            write_tables(measured_dir() / "all.json", tuple(map(fast_kernel, request.questions)))
+
+    monkeypatch.setattr(tables, "measure_speeds", measure)
+    main(["bench", TINY_MOE, "--against", "balanced", "--port", "18123"])
+    assert len(measured) == times
+    ours, other = (side.plan for side in asked[0].sides)
+    assert ours is not None
+    assert other is not None
+    assert ours.decision("flash_dmoe") == other.decision("flash_dmoe")
+    assert ours.decision("flash_dmoe").status is Status.ON
 
 
 def test_two_plans_of_files_that_name_one_port_listen_on_two(

@@ -74,3 +74,16 @@ def test_a_live_line_is_cut_at_the_terminals_edge_and_written_over(
     progress.line("served")
     over = "\r\x1b[K"
     assert capsys.readouterr().err == f"{'x' * 19}{over}loading weights{over}ready\nserved\n"
+
+
+def test_from_the_second_minute_on_the_time_left_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an earlier run had done, here a half, says nothing of the pace."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with progress_bar("bench", lines=ProgressLines(verbose=True)) as step:
+        for now[0], share in ((100.0, 0.5), (130.0, 0.55), (200.0, 0.6), (500.0, 0.99), (510.0, 1.0)):
+            step(share, "round")
+    left = [line.partition("round")[2].removeprefix(", ") for line in capsys.readouterr().err.splitlines()]
+    assert left == ["", "", "about 7 min left", "about 1 min left", ""]

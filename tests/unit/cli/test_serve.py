@@ -69,7 +69,7 @@ def launched(
     here = load_hardware("cpu")
     monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda **_: here)
     monkeypatch.setenv("MOE_OPTIMIZER_CALIBRATE", "0")  # nothing is served that measuring would help
-    port = () if "--port" in arguments else ("--port", str(free_port()))
+    port = () if {"--port", "--plan"} & {*arguments} else ("--port", str(free_port()))
     return main(["serve", "--model", TINY_MOE, *port, *arguments]), given
 
 
@@ -88,9 +88,29 @@ def test_a_server_is_warmed_up_unless_told_otherwise(
     assert launched(monkeypatch, becomes_ready, *flags)[1]["warm_up_s"] == limit
 
 
-def test_stock_vllm_behind_the_kill_switch_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("from_file", [False, True])
+def test_stock_vllm_behind_the_kill_switch_is_neither_warmed_up_nor_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_file: bool
+) -> None:
+    planned = launched(monkeypatch, becomes_ready)[1]["plan"]
+    file = tmp_path / "plan.json"
+    file.write_text(planned.to_json(), encoding="utf-8")
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
-    assert launched(monkeypatch, becomes_ready)[1]["warm_up_s"] == 0.0
+    given = launched(monkeypatch, becomes_ready, *(("--plan", str(file)) if from_file else ()))[1]
+    assert (given["warm_up_s"], given["decode_check_s"]) == (0.0, 0.0)
+    assert given["plan"].serve_args == given["plan"].plain_args
+
+
+def test_the_kill_switch_contradicts_a_plan_that_requires_a_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = launched(monkeypatch, becomes_ready, "--require", "expert_load")[1]["plan"]
+    file = tmp_path / "plan.json"
+    file.write_text(planned.to_json(), encoding="utf-8")
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    assert launched(monkeypatch, becomes_ready, "--plan", str(file)) == (ExitCode.BAD_INPUT, {})
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert {"expert_load", "MOE_OPTIMIZER_DISABLE=1"} <= set(error.replace(",", "").split())
 
 
 def test_a_ready_server_is_described_on_stdout(

@@ -111,7 +111,8 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 def test_the_curve_ends_with_the_latest_interval_and_is_highest_at_the_fastest() -> None:
     text = rendered(shown(1), {"http://replica-0": [20.0, 50.0, 100.0, 0.0, 100.0]}, width=80)
-    curve = text.splitlines()[-1].strip()
+    name, curve = text.splitlines()[-1].split(maxsplit=1)
+    assert name == "tokens/s"
     assert curve[2] == curve[4] == max(curve)
     assert curve[3] == min(curve)
     assert len(curve) == 5

@@ -28,6 +28,8 @@ class PaperServer:
         self.base_url = base_url
         self.row: Callable[[int, int], Row] = right
         """Last token and number of prompts in the request -> distribution."""
+        self.continued: Callable[[list[str]], list[str]] = lambda prompts: [f"{each} and on" for each in prompts]
+        """Prompts of a request that are text -> what follows."""
         self.asked = 0
         self.stop: Callable[[], None] = lambda: None
 
@@ -35,7 +37,7 @@ class PaperServer:
         self.asked += 1
         prompts = body["prompt"]
         if isinstance(prompts[0], str):
-            return {"choices": [{"index": n, "text": f"{text} and on"} for n, text in enumerate(prompts)]}
+            return {"choices": [{"index": n, "text": text} for n, text in enumerate(self.continued(prompts))]}
         return {"choices": [self._choice(n, prompt, body, len(prompts)) for n, prompt in enumerate(prompts)]}
 
     def _choice(self, number: int, prompt: list[int], body: dict[str, Any], batch: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.golden.stored import PLANS, read_plan
 
 
 def test_a_plan_survives_json(plan):
@@ -44,3 +45,34 @@ def test_a_damaged_plan_names_the_field(plan, change, message):
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(InputError, match="JSON"):
         Plan.from_json(text, origin="f")
+
+
+GOLDEN = {path.stem: path for path in PLANS}
+
+
+@pytest.mark.parametrize("case", ["qwen3-30b-a3b_h200-x1_tuned", "deepseek-v3_h200-x8_balanced"])
+def test_stock_vllm_does_without_the_variables_of_passes(case: str) -> None:
+    planned = read_plan(GOLDEN[case])
+    assert planned.serve_env
+    assert planned.stock().serve_env == {}
+
+
+def test_stock_vllm_keeps_its_layout_and_memory() -> None:
+    planned = read_plan(GOLDEN["tiny-moe_cpu_placed"])
+    assert {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"} == planned.stock().serve_env.keys()
+    assert planned.stock().serve_args == planned.plain_args
+
+
+@pytest.mark.parametrize("case", ["qwen3-30b-a3b_h100_sxm-x8_aggressive", "qwen3-30b-a3b_h200-x2_disaggregated"])
+def test_each_server_of_a_group_is_stock_vllm_at_its_place(case: str) -> None:
+    planned = read_plan(GOLDEN[case])
+    stock = planned.stock()
+    assert planned.group is not None
+    assert stock.group is not None
+    for before, server in zip(planned.group.servers, stock.group.servers, strict=True):
+        assert server.serve_args.without("--host", "--port", "--kv-transfer-config") == planned.plain_args.without(
+            "--host", "--port"
+        )
+        for flag in ("--host", "--port", "--kv-transfer-config"):
+            assert server.serve_args.value(flag) == before.serve_args.value(flag)
+        assert (server.gpus, server.serve_env) == (before.gpus, before.serve_env)

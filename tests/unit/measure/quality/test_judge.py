@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from moe_optimizer.measure.quality.intervals import Estimate
-from moe_optimizer.measure.quality.judge import THE_PLAN, judge, judge_batch, named
+from moe_optimizer.measure.quality.judge import THE_PLAN, attainable, judge, judge_batch, judge_tasks, named
 from moe_optimizer.measure.quality.result import BatchResult, Failure, Metrics
+from tests.builders.quality import task_result
 
 LIMITS = {"kl_mean": 0.01, "kl_p99": 0.1, "top1_agreement": 0.98, "perplexity_ratio": 1.01, "batch_kl_mean": None}
 
@@ -61,6 +62,33 @@ def test_the_batch_is_judged_only_where_it_is_asked_for_and_only_the_plans() -> 
     assert judge_batch(found, "balanced", LIMITS) == []
     (failure,) = judge_batch(found, "balanced", LIMITS | {"batch_kl_mean": 0.1})
     assert failure.value == 0.2
+
+
+def test_what_stock_vllm_itself_changes_in_a_batch_is_allowed_twice() -> None:
+    own = BatchResult(side="stock", tokens=64, kl_mean=at(0.2), greedy_match_tokens=at(1), generated=32)
+    limits = attainable({"kl_mean": 0.01, "batch_kl_mean": 0.01}, [own], "stock")
+    assert limits == {"kl_mean": 0.4, "batch_kl_mean": 0.4}
+    assert attainable({"kl_mean": None, "batch_kl_mean": None}, [own], "stock") == {
+        "kl_mean": None, "batch_kl_mean": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("difference", "fails"),
+    [
+        (Estimate(-0.05, -0.08, -0.02), True),
+        (Estimate(-0.05, -0.11, 0.01), False),  # may be chance
+        (Estimate(-0.008, -0.009, -0.007), False),  # is allowed
+        (Estimate(0.05, 0.02, 0.08), False),  # is a gain
+        (Estimate(None, None, None), True),
+    ],
+)
+def test_a_task_fails_where_its_whole_interval_is_beyond_the_threshold(difference: Estimate, fails: bool) -> None:
+    found = judge_tasks([task_result(difference=difference)], {"task_drop": 0.01}, pass_name="fp8")
+    assert [(each.pass_name, each.where, each.metric, each.limit) for each in found] == [
+        ("fp8", "mmlu acc", "task_drop", 0.01)
+    ] * fails
+    assert judge_tasks([task_result(difference=difference)], {"task_drop": None}) == []
 
 
 def failure(pass_name: str, where: str = "all") -> Failure:

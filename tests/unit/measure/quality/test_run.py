@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.quality.probes import Extent
 from moe_optimizer.measure.quality.request import Alone, QualityRequest
-from moe_optimizer.measure.quality.result import QualityResult
+from moe_optimizer.measure.quality.result import Continuations, QualityResult
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.quality.table import render
 from moe_optimizer.plan.json_codec import encode
@@ -95,10 +96,12 @@ def test_what_is_wrong_only_in_large_batches_is_found_there(pair: Pair) -> None:
 
 
 def test_the_batch_is_judged_where_it_is_asked_for(pair: Pair) -> None:
-    pair.reference.row = pair.ours.row = broken_in_batches
-    assert pair.run().failed == ()
-    judged = pair.run(thresholds=LIMITS | {"batch_kl_mean": 0.001}, folder=pair.request.folder.with_name("other"))
+    pair.ours.row = broken_in_batches
+    assert pair.run(thresholds={}).failed == ()
+    judged = pair.run(thresholds={"batch_kl_mean": 0.001})
     assert [each.where for each in judged.failed] == ["batch"]
+    pair.reference.row = broken_in_batches
+    assert pair.run(thresholds={"batch_kl_mean": 0.001}, folder=pair.request.folder.with_name("both")).failed == ()
 
 
 def test_a_server_without_numbers_fails_and_its_result_has_a_json_form(pair: Pair) -> None:
@@ -145,6 +148,47 @@ def test_passes_are_not_measured_alone_where_nothing_fails(pair: Pair) -> None:
     assert pair.run(alone={"x": nobody, "y": nobody}).passes_alone == ()
 
 
-def test_outputs_stand_side_by_side(pair: Pair) -> None:
+def test_the_pass_whose_task_drops_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(*_: Any, base_url: str, path: Path, **__: Any) -> None:
+        right = base_url != pair.ours.base_url
+        path.write_text(json.dumps({"mmlu acc": {str(number): float(right or number > 9) for number in range(99)}}))
+
+    monkeypatch.setattr("moe_optimizer.measure.quality.served.answer_tasks", answers)
+    assert pair.request.plan.plan is not None
+    with paper_server() as good:
+        alone = {
+            name: Alone(side=Side(name=name, plan=pair.request.plan.plan, url=url), with_passes=(), value="")
+            for name, url in (("scheduler", good.base_url), ("fp8", pair.ours.base_url))
+        }
+        found = pair.run(alone=alone, tasks=("mmlu",), thresholds=LIMITS | {"task_drop": 0.01})
+    assert [(each.pass_name, each.where, each.metric) for each in found.failed] == [("fp8", "mmlu acc", "task_drop")]
+    assert max(map(len, render(found).splitlines())) <= 80
+
+
+def continues(prompts: list[str], *, changed_in_batch: bool) -> list[str]:
+    return [f"{each} and {'off' if changed_in_batch and len(prompts) > 1 else 'on'}" for each in prompts]
+
+
+def test_outputs_stand_side_by_side_alone_and_in_a_batch(pair: Pair) -> None:
+    pair.ours.continued = lambda prompts: continues(prompts, changed_in_batch=True)
+    result = pair.run(prompts=("so", "or"))
+    first = result.prompts[0]
+    assert (first.reference, first.plan, first.first_difference) == ("so and on", "so and on", None)
+    assert first.in_batch == Continuations(reference="so and on", plan="so and off", first_difference=8)
+    shown = render(result)
+    assert "stock, all prompts in one request: the same text" in shown
+    assert "ours         so and o>>f<<f" in shown
+
+
+def test_a_prompt_that_is_the_only_one_has_no_batch(pair: Pair) -> None:
     (prompt,) = pair.run(prompts=("so",)).prompts
-    assert (prompt.plan, prompt.first_difference) == ("so and on", None)
+    assert (prompt.plan, prompt.first_difference, prompt.in_batch) == ("so and on", None, None)
+
+
+def test_a_prompt_that_a_server_refuses_is_bad_input(pair: Pair) -> None:
+    def refused(prompts: list[str]) -> list[str]:
+        raise ValueError
+
+    pair.ours.continued = refused
+    with pytest.raises(InputError, match="--prompts: ours answers 400"):
+        pair.run(prompts=("so",))

@@ -30,9 +30,18 @@ def test_scores_are_read_from_what_the_harness_logs() -> None:
         "mmlu_law": [{"doc_id": 0, "acc": 1.0, "filter": "none"}, {"doc_id": 1, "acc": 0.0, "filter": "none"}],
         "gsm8k": [{"doc_id": 0, "exact_match": 1.0, "filter": "strict-match"}],
     }
-    assert scores(samples) == {
+    assert scores(samples, {}) == {
         "mmlu_law acc": {"0": 1.0, "1": 0.0},
         "gsm8k exact_match (strict-match)": {"0": 1.0},
+    }
+
+
+def test_the_questions_of_a_group_are_put_together() -> None:
+    samples = {name: [{"doc_id": 0, "acc": 1.0}] for name in ("mmlu_law", "mmlu_logic", "arc")}
+    groups = {"mmlu": ["mmlu_humanities"], "mmlu_humanities": ["mmlu_law", "mmlu_logic"], "arc": []}
+    assert scores(samples, groups) == {
+        "mmlu acc": {"mmlu_law/0": 1.0, "mmlu_logic/0": 1.0},
+        "arc acc": {"0": 1.0},
     }
 
 

@@ -15,7 +15,8 @@ from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import PLAN_FILE
 from moe_optimizer.proof.record import PROOF_DIR
 from moe_optimizer.specs.expert_load import PARTS_DIR
-from tests.builders.reports import QUALITY, STEP_RECORD, full_inputs
+from tests.builders.quality import quality_result
+from tests.builders.reports import STEP_RECORD, full_inputs
 from tests.builders.results import bench_result
 
 
@@ -29,7 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.mkdir(parents=True)
     (folder / RESULT_FILE).write_text(json.dumps(encode(inputs.bench)))
     (folder / "server-0_0.start.json").write_text("{}")
-    (folder / "quality.json").write_text(json.dumps(QUALITY))
+    (folder / "quality.json").write_text(json.dumps(encode(quality_result())))
     (side / PLAN_FILE).write_text(inputs.runs[0].plan.to_json())
     (side / PROOF_DIR / "worker-0-4321.json").write_text(json.dumps(encode(inputs.runs[0].proofs[0])))
     assert inputs.load is not None
@@ -41,7 +42,7 @@ def test_the_folder_of_a_benchmark_gives_all_it_holds(written: Path):
     found, expected = read_inputs([written]), full_inputs()
     assert found.bench == expected.bench
     assert found.load == expected.load
-    assert found.quality == QUALITY
+    assert found.quality == quality_result()
     assert [run.plan for run in found.runs] == [expected.runs[0].plan]
     assert found.runs[0].proofs == expected.runs[0].proofs
     assert found.ledgers == ()

@@ -10,7 +10,8 @@ import pytest
 
 from moe_optimizer.measure.report.inputs import Inputs
 from moe_optimizer.measure.report.page import render_page
-from tests.builders.reports import QUALITY, full_inputs
+from tests.builders.quality import failure, quality_result
+from tests.builders.reports import full_inputs
 from tests.builders.results import bench_result
 
 SECTIONS = (
@@ -91,7 +92,7 @@ def test_the_memory_that_was_found_stands_beside_the_planned_one(page: str):
 
 @pytest.mark.parametrize("name", HOW_TO)
 def test_an_empty_section_names_the_command_that_fills_it(name: str):
-    assert HOW_TO[name] in section(render_page(Inputs(quality=QUALITY)), name)
+    assert HOW_TO[name] in section(render_page(Inputs(quality=quality_result())), name)
 
 
 def test_a_report_without_quality_says_how_to_judge_it():
@@ -147,9 +148,18 @@ def test_verdicts_stand_first(page: str):
     assert "faster" in section(page, "speed")
 
 
-def test_a_failed_quality_measure_is_named():
-    failed = {**QUALITY, "failed": ["kl_mean"]}
-    assert "above a threshold: kl_mean" in render_page(Inputs(quality=failed))
+def test_a_threshold_that_is_not_kept_stands_with_the_pass_at_fault():
+    failed = quality_result(failed=(failure(pass_name="fp8", where="mmlu acc", metric="task_drop", value=0.05),))
+    shown = section(render_page(Inputs(quality=failed)), "quality")
+    assert "not within every threshold" in shown
+    assert "<strong>fp8</strong>: task_drop 0.05 (mmlu acc)" in shown
+
+
+def test_tasks_and_the_users_prompts_stand_in_the_quality_section(page: str):
+    shown = section(page, "quality")
+    assert "-0.005 (-0.02 to 0.01)" in shown
+    assert "one t<mark>o</mark>o" in shown
+    assert "one t<mark>o</mark>w" in shown
 
 
 def test_only_processes_that_hold_the_model_are_asked_for_proof():

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import Entry
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
+from moe_optimizer.measure.tune.settings import Settings
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from tests.unit.measure.tune.paper_measure import PaperMeasure
 
@@ -158,7 +160,39 @@ def test_without_time_for_a_second_measurement_the_first_verdict_decides() -> No
 def test_a_measurement_for_which_the_budget_did_not_last_is_in_the_ledger() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5}), budget_s=5)
     assert (found.candidate, found.ended) == (STOCK, "budget")
-    assert [(each.step, each.what) for each in found.entries] == [("unfinished", "the plan against stock vLLM")]
+    assert [(each.step, each.what) for each in found.entries] == [
+        ("unfinished", "the plan against stock vLLM"), ("ablation", "good"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("budget_s", [5, 12, 45, 55])
+def test_what_there_was_no_time_for_is_named(budget_s: float) -> None:
+    found = found_by(PaperMeasure(passes={"good": 1.5, "more": 1.2}), budget_s=budget_s, settings=SETTINGS)
+    assert {each.what for each in found.entries if each.step == "ablation"} == {"good", "more"}
+    shown = " ".join(each.what for each in found.entries if each.step == "setting")
+    assert all(value in shown for values in SETTINGS.values() for value in values)
+    assert any(each.reason.startswith("not tried: no time left") for each in found.entries if each.step == "setting")
+
+
+def test_settings_that_an_interrupt_left_out_are_named() -> None:
+    found = found_by(PaperMeasure(passes={"good": 1.5}, stop_after=1), settings=SETTINGS)
+    assert entry(found, "setting", "--max-num-batched-tokens 1024, 4096").reason == "not tried: interrupted"
+
+
+def test_a_plan_that_cannot_be_measured_leaves_its_passes_unmeasured_by_name() -> None:
+    found = found_by(PaperMeasure(passes={"deadly": 2.0, "good": 1.5}, dead=frozenset({"deadly"})))
+    assert "could not be measured" in entry(found, "ablation", "good").reason
+
+
+def test_settings_have_their_turn_before_every_pass_is_measured_alone() -> None:
+    passes = {f"pass {number}": 1.1 for number in range(20)}
+
+    def measured(step: str, tried: Settings) -> int:
+        found = found_by(PaperMeasure(passes=passes), budget_s=200, settings=tried)
+        return sum(each.step == step and each.score is not None for each in found.entries)
+
+    assert (measured("ablation", SETTINGS), measured("ablation", {})) == (15, 18)
+    assert measured("setting", SETTINGS) > 0
 
 
 def test_an_interrupt_keeps_what_was_found() -> None:

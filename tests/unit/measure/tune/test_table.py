@@ -1,0 +1,30 @@
+"""The ledger as text."""
+
+from __future__ import annotations
+
+from moe_optimizer.measure.tune.ledger import Entry, TuneResult
+from moe_optimizer.measure.tune.table import render
+
+NOT_TRIED = Entry(
+    step="setting", what="--max-cudagraph-capture-size 128, 256, 512, 1024", against="", kept=False,
+    reason="not tried: no time left: it takes 300 s with what must follow, 200 s are left",
+)  # fmt: skip
+RESULT = TuneResult(
+    goal="throughput", metric="output tokens/s", met=True, nearest_miss=None, plan="the plan", plan_file=None,
+    plan_digest=None, passes=(), arguments={}, ended="budget", budget_s=600, spent_s=400, environment={},
+    entries=(
+        Entry(step="plan", what="the plan", against="stock vLLM", kept=True, reason="wins", seconds=100),
+        *(Entry(step="ablation", what=name, against="x", kept=True, reason="wins", seconds=90) for name in "ab"),
+        NOT_TRIED,
+    ),
+)  # fmt: skip
+
+
+def test_the_time_of_each_step_is_shown() -> None:
+    assert "the budget was spent: 400 of 600 s (plan 100 s, ablation 180 s)" in render(RESULT)
+
+
+def test_what_was_not_tried_is_shown_in_80_columns() -> None:
+    shown = render(RESULT)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert {"128,", "1024:", "not", "tried:"} <= set(shown.split())
