@@ -68,14 +68,8 @@ def with_judgement(plan: Plan) -> Plan:
     """Return a plan whose decisions say that a quality run has judged them, where one has judged this plan."""
     if not any(UNJUDGED in each.reason for each in plan.decisions if each.status is Status.ON):
         return plan
-    path = _path(plan)
-    if not path.exists():
-        return plan
-    try:
-        text = read_text(path, max_bytes=_MAX_BYTES)
-        found = decode_text(Judgement, text, origin=str(path), schema_version=SCHEMA_VERSION)
-    except InputError as error:
-        logger.warning("%s", error)
+    path, found = _path(plan), _found(plan)
+    if found is None:
         return plan
     judged = tuple(
         dataclasses.replace(
@@ -86,6 +80,24 @@ def with_judgement(plan: Plan) -> Plan:
         for each in plan.decisions
     )
     return plan.replace(decisions=judged)
+
+
+def allows(plan: Plan) -> bool:
+    """Return whether a quality run has judged this plan, and it kept every threshold of the plan's profile."""
+    found = _found(plan)
+    return found is not None and found.profile == plan.profile_name and found.kl_mean is not None and not found.failed
+
+
+def _found(plan: Plan) -> Judgement | None:
+    path = _path(plan)
+    if not path.exists():
+        return None
+    try:
+        text = read_text(path, max_bytes=_MAX_BYTES)
+        return decode_text(Judgement, text, origin=str(path), schema_version=SCHEMA_VERSION)
+    except InputError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _path(plan: Plan) -> Path:

@@ -122,7 +122,7 @@ class PlanOptions(ModelOptions):
     profile: str | None = option(
         "--profile",
         "NAME|FILE",
-        "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
+        "conservative, balanced, aggressive, throughput, single_h100, or a YAML file.  [default: balanced]",
         values=_profiles,
     )
     batch_size: int | None = option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
-from moe_optimizer.cli import embedded
-from moe_optimizer.cli.judgement import with_judgement
+from moe_optimizer.cli import embedded, judgement
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
@@ -72,7 +71,7 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
     Raises:
         InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
     """
-    plan = with_judgement(planned(request))
+    plan = judgement.with_judgement(planned(request))
     return plan.stock() if settings.disabled else plan
 
 
@@ -94,12 +93,27 @@ def planned(request: PlanRequest) -> Plan:
     why_not = "" if vllm is None else supported_version(vllm.version)[1]
     too_old = (f"the installed vLLM is too old for what the plugin applies: {why_not}",) if why_not else ()
     try:
-        plan = make_plan(request)
+        plan = _judged_plan(request) or make_plan(request)
     except MoeOptimizerError as error:
         for warning in dict.fromkeys((*too_old, *request.hardware.warnings, *request.model.warnings)):
             error.add_note(warning)
         raise
     return plan.replace(warnings=(*too_old, *plan.warnings)) if too_old else plan
+
+
+def _judged_plan(request: PlanRequest) -> Plan | None:
+    """Return the plan with experts in four bits where the profile leaves them to `auto`, and a quality run has judged
+    that plan and allows it; else None.
+    """
+    from moe_optimizer.plan.decision import Status, Wish
+    from moe_optimizer.planner import make_plan
+
+    key = "four_bit"
+    if Wish(request.profile.passes.four_bit.mode) is not Wish.AUTO or key in request.wishes:
+        return None
+    asked = (Wish.ON, f"profile {request.profile.name}, as `quality` allows")
+    plan = make_plan(dataclasses.replace(request, wishes={**request.wishes, key: asked}))
+    return plan if plan.decision(key).status is Status.ON and judgement.allows(plan) else None
 
 
 def after_measuring(request: PlanRequest) -> PlanRequest:

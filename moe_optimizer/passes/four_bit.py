@@ -20,11 +20,17 @@ _RECORDS = {
 }
 
 
+_NOT_JUDGED = (
+    "four bits change the answers: auto takes them where `moe-optimizer quality` with --enable-four-bit has kept every "
+    "threshold for the same plan, and it has not"
+)
+
+
 class FourBit(OptimizationPass):
     """MXFP4 experts: a quarter of the bytes of BF16, and a little more for the scales.
 
-    Converted layer by layer while loading. Off in every shipped profile, and `auto` is off too: four bits change every
-    answer, and only a quality gate may allow it.
+    Converted layer by layer while loading. Four bits change every answer, so `auto` is off here: the command line asks
+    for them by name where `quality` has judged the plan that has them (cli/judgement.py).
     """
 
     name = "four_bit"
@@ -36,6 +42,8 @@ class FourBit(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check model, device and sizes, then the kernel."""
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            return why_not_in_four_bits(ctx) or _NOT_JUDGED
         return why_converted_already(ctx) or why_not_in_four_bits(ctx)
 
     def gain(self, ctx: PlanContext) -> Gain | None:
@@ -48,9 +56,7 @@ class FourBit(OptimizationPass):
         return Gain(metric="expert weight bytes per decode step", ratio=ratio)
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Convert where it is asked for by name."""
-        if ctx.wish(self.name)[0] is not Wish.ON:
-            return self.when_off(ctx, "four bits change the answers and no quality gate has allowed it; auto is off")
+        """Convert the layers that the profile does not keep."""
         section, layers = ctx.profile.passes.four_bit, _excluded_layers(ctx)
         if set(ctx.model.moe_layers) <= set(layers):
             return self.refused(ctx, "every layer stays as it is: keep_bf16_layers leaves none")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_optimizer.cli import judgement
-from moe_optimizer.plan.decision import UNJUDGED
+from moe_optimizer.cli.planning import planned
+from moe_optimizer.measure.quality.intervals import Estimate
+from moe_optimizer.plan.decision import UNJUDGED, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request
+from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
 from tests.builders.quality import failure, quality_result
 
 
@@ -61,3 +65,42 @@ def test_another_port_is_the_same_and_other_arguments_are_not(aggressive: Plan) 
 def test_a_damaged_file_is_passed_over(aggressive: Plan) -> None:
     judgement.keep(aggressive, quality_result()).write_text("{")
     assert UNJUDGED in reasons(judgement.with_judgement(aggressive))
+
+
+BY_FLAG = {"four_bit": (Wish.ON, "flag --enable-four-bit")}
+
+
+def tiny(profile: Any = "throughput", **changes: Any) -> PlanRequest:
+    return request(tiny_moe(), cpu_machine(), profile, **changes)
+
+
+def test_four_bits_that_are_left_to_auto_wait_for_a_quality_run_that_allows_them() -> None:
+    before = planned(tiny())
+    assert before.decision("four_bit").status is Status.OFF
+    assert "moe-optimizer quality" in before.decision("four_bit").reason
+    judgement.keep(planned(tiny(wishes=BY_FLAG)), quality_result())
+    after = planned(tiny())
+    assert after.decision("four_bit").status is Status.ON
+    assert "quality" in after.decision("four_bit").wish_origin
+    assert "kept every threshold" in judgement.with_judgement(after).decision("four_bit").reason
+
+
+@pytest.mark.parametrize(
+    ("judged", "asked", "found"),
+    [
+        (tiny(wishes=BY_FLAG), tiny(), {"failed": (failure(),)}),
+        (tiny("balanced", wishes=BY_FLAG), tiny(), {}),
+        (tiny(wishes=BY_FLAG), tiny(batch_size=7), {}),
+        (tiny(wishes=BY_FLAG), tiny(wishes={"four_bit": (Wish.OFF, "flag --disable-four-bit")}), {}),
+        (tiny("aggressive", wishes=BY_FLAG), tiny("aggressive"), {}),
+    ],
+    ids=["failed", "by another profile", "another plan", "switched off", "off in the profile"],
+)
+def test_nothing_else_switches_them_on(judged: PlanRequest, asked: PlanRequest, found: dict[str, Any]) -> None:
+    judgement.keep(planned(judged), quality_result(**found))
+    assert planned(asked).decision("four_bit").status is Status.OFF
+
+
+def test_a_result_without_numbers_allows_nothing() -> None:
+    judgement.keep(planned(tiny(wishes=BY_FLAG)), quality_result(kl_mean=Estimate(None, None, None)))
+    assert planned(tiny()).decision("four_bit").status is Status.OFF

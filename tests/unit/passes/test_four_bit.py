@@ -86,7 +86,7 @@ def test_with_every_layer_kept_nothing_is_left_to_do():
 def test_auto_does_not_convert():
     decision = decided(wishes={}, profile=with_section(mode="auto"))
     assert decision.status is Status.OFF
-    assert "no quality gate" in decision.reason
+    assert "moe-optimizer quality" in decision.reason
 
 
 @pytest.mark.parametrize(

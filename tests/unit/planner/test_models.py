@@ -77,7 +77,7 @@ MACHINES = st.one_of(
 @given(
     model=MODELS,
     machine=MACHINES,
-    profile=st.sampled_from(["conservative", "balanced", "aggressive", "single_h100"]),
+    profile=st.sampled_from(["conservative", "balanced", "aggressive", "throughput", "single_h100"]),
     batch=st.one_of(st.none(), st.integers(1, 5000)),
     length=st.one_of(st.none(), st.integers(1, 2_000_000)),
     enabled=st.sets(st.sampled_from(["expert-parallel", "kv-cache", "kv-tiering", "fp8", "graph-capture"])),

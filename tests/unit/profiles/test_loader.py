@@ -22,13 +22,13 @@ def refusal(tmp_path, text) -> InputError:
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["aggressive", "balanced", "conservative", "single_h100"])
+@pytest.mark.parametrize("name", ["aggressive", "balanced", "conservative", "single_h100", "throughput"])
 def test_a_shipped_profile_loads_and_bears_its_file_name(name):
     assert load_profile(name).name == name
 
 
 def test_the_shipped_profiles_are_listed_and_the_default_is_one_of_them():
-    assert profile_names() == ("aggressive", "balanced", "conservative", "single_h100")
+    assert profile_names() == ("aggressive", "balanced", "conservative", "single_h100", "throughput")
     assert DEFAULT_PROFILE in profile_names()
 
 
@@ -43,9 +43,12 @@ def test_a_profile_that_names_no_pass_changes_no_weights(tmp_path):
     assert (passes.fp8.mode, passes.sparsity_24.mode) == ("off", "off")
 
 
-def test_sparsity_and_four_bits_are_off_in_every_shipped_profile():
-    passes = [load_profile(name).passes for name in profile_names()]
-    assert {mode for each in passes for mode in (each.sparsity_24.mode, each.four_bit.mode)} == {"off"}
+def test_sparsity_is_off_in_every_shipped_profile_and_four_bits_wait_for_a_judgement_in_one():
+    passes = {name: load_profile(name).passes for name in profile_names()}
+    assert {each.sparsity_24.mode for each in passes.values()} == {"off"}
+    modes = {name: each.four_bit.mode for name, each in passes.items()}
+    assert modes.pop("throughput") == "auto"
+    assert set(modes.values()) == {"off"}
 
 
 def test_off_in_yaml_stays_a_word_and_does_not_become_false():
