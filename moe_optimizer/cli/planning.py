@@ -112,7 +112,10 @@ def _judged_plan(request: PlanRequest) -> Plan | None:
     if Wish(request.profile.passes.four_bit.mode) is not Wish.AUTO or key in request.wishes:
         return None
     asked = (Wish.ON, f"profile {request.profile.name}, as `quality` allows")
-    plan = make_plan(dataclasses.replace(request, wishes={**request.wishes, key: asked}))
+    try:
+        plan = make_plan(dataclasses.replace(request, wishes={**request.wishes, key: asked}))
+    except MoeOptimizerError:
+        return None  # it is not to be had together with what was asked for, and nobody asked for it by name
     return plan if plan.decision(key).status is Status.ON and judgement.allows(plan) else None
 
 

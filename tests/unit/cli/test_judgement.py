@@ -104,3 +104,15 @@ def test_nothing_else_switches_them_on(judged: PlanRequest, asked: PlanRequest, 
 def test_a_result_without_numbers_allows_nothing() -> None:
     judgement.keep(planned(tiny(wishes=BY_FLAG)), quality_result(kl_mean=Estimate(None, None, None)))
     assert planned(tiny()).decision("four_bit").status is Status.OFF
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wishes": {"fp8": (Wish.ON, "flag --enable-fp8")}},
+        {"wishes": {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}, "strict": True},
+    ],
+    ids=["fp8 by flag", "strict without the kernel"],
+)
+def test_a_plan_that_cannot_have_them_is_made_without(changes: dict[str, Any]) -> None:
+    assert planned(tiny(**changes)).decision("four_bit").status is Status.OFF
