@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ class Judgement:
     """Nats a token; None: no number came out."""
     failed: tuple[str, ...]
     """Metrics that were not kept."""
+    thresholds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    """The profile's section `quality` as it was then; empty in files that do not hold it, which allow nothing."""
     schema_version: int = SCHEMA_VERSION
 
     def __str__(self) -> str:
@@ -57,6 +60,7 @@ def keep(plan: Plan, result: QualityResult) -> Path:
         profile=plan.profile_name,
         kl_mean=result.kl_mean.value,
         failed=tuple(dict.fromkeys(each.metric for each in result.failed)),
+        thresholds=plan.profile["quality"],
     )
     path = _path(plan)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,10 +75,9 @@ def with_judgement(plan: Plan) -> Plan:
     path, found = _path(plan), _found(plan)
     if found is None:
         return plan
+    told = str(found) if _by_same_thresholds(found, plan) else f"{found}; this plan's thresholds are others"
     judged = tuple(
-        dataclasses.replace(
-            each, reason=each.reason.replace(UNJUDGED, str(found)), evidence=(*each.evidence, str(path))
-        )
+        dataclasses.replace(each, reason=each.reason.replace(UNJUDGED, told), evidence=(*each.evidence, str(path)))
         if UNJUDGED in each.reason and each.status is Status.ON
         else each
         for each in plan.decisions
@@ -83,9 +86,15 @@ def with_judgement(plan: Plan) -> Plan:
 
 
 def allows(plan: Plan) -> bool:
-    """Return whether a quality run has judged this plan, and it kept every threshold of the plan's profile."""
+    """Return whether a quality run has judged this plan by the thresholds that it has now, and it kept every one."""
     found = _found(plan)
-    return found is not None and found.profile == plan.profile_name and found.kl_mean is not None and not found.failed
+    if found is None or found.kl_mean is None or found.failed:
+        return False
+    return _by_same_thresholds(found, plan)
+
+
+def _by_same_thresholds(found: Judgement, plan: Plan) -> bool:
+    return dict(found.thresholds) == dict(plan.profile["quality"])
 
 
 def _found(plan: Plan) -> Judgement | None:

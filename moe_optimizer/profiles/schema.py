@@ -170,7 +170,7 @@ class SpeculationSection(PassSection):
 
 
 class FourBitSection(PassSection):
-    """Experts in four bits. Mode auto is off: no quality gate has allowed it."""
+    """Experts in four bits. Mode auto takes them where `quality` has judged the plan that has them."""
 
     format: Literal["mxfp4"] = "mxfp4"
     """E2M1 codes with one power of two per 32 weights."""

@@ -15,7 +15,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 from tests.builders.quality import failure, quality_result
 
 
@@ -50,6 +50,14 @@ def test_the_same_plan_names_the_result_that_judged_it(aggressive: Plan) -> None
 def test_what_was_not_kept_is_told_too(aggressive: Plan) -> None:
     judgement.keep(aggressive, quality_result(failed=(failure(), failure(where="decode"))))
     assert "did not keep kl_mean" in judgement.with_judgement(aggressive).decision("fp8").reason
+
+
+def test_a_result_by_other_thresholds_is_told_as_such() -> None:
+    judgement.keep(planned(tiny(wishes=BY_FLAG)), quality_result())
+    stricter = profile_with("throughput", quality={"kl_mean": 0.001})
+    same, other = (judgement.with_judgement(planned(tiny(each, wishes=BY_FLAG))) for each in ("throughput", stricter))
+    assert "thresholds" not in same.decision("four_bit").reason
+    assert "thresholds" in other.decision("four_bit").reason
 
 
 def test_another_port_is_the_same_and_other_arguments_are_not(aggressive: Plan) -> None:
@@ -90,11 +98,12 @@ def test_four_bits_that_are_left_to_auto_wait_for_a_quality_run_that_allows_them
     [
         (tiny(wishes=BY_FLAG), tiny(), {"failed": (failure(),)}),
         (tiny("balanced", wishes=BY_FLAG), tiny(), {}),
+        (tiny(wishes=BY_FLAG), tiny(profile_with("throughput", quality={"kl_mean": 0.001})), {}),
         (tiny(wishes=BY_FLAG), tiny(batch_size=7), {}),
         (tiny(wishes=BY_FLAG), tiny(wishes={"four_bit": (Wish.OFF, "flag --disable-four-bit")}), {}),
         (tiny("aggressive", wishes=BY_FLAG), tiny("aggressive"), {}),
     ],
-    ids=["failed", "by another profile", "another plan", "switched off", "off in the profile"],
+    ids=["failed", "by another profile", "by other thresholds", "another plan", "switched off", "off in the profile"],
 )
 def test_nothing_else_switches_them_on(judged: PlanRequest, asked: PlanRequest, found: dict[str, Any]) -> None:
     judgement.keep(planned(judged), quality_result(**found))
