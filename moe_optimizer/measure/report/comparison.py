@@ -60,6 +60,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """What only one of the files has, and no row shows."""
+
+    file: str
+    side: str
+    load: str | None
+    """None: the whole side."""
+    metric: str | None
+    """None: the whole load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """What `moe-optimizer compare --json` prints."""
 
@@ -68,6 +80,7 @@ class Comparison:
     different: Mapping[str, tuple[str, str]]
     """Conditions that differ -> what each file says."""
     rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
 
 
 def read_measured(path: Path) -> Measured:
@@ -98,7 +111,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def compare_results(first: Measured, second: Measured, *, allow_different: bool = False) -> Comparison:
-    """Return the sides and loads that both have.
+    """Return the sides, loads and metrics that both have, and which only one has.
 
     Raises:
         InputError: conditions differ and that is not allowed, or they have no load in common.
@@ -110,10 +123,12 @@ def compare_results(first: Measured, second: Measured, *, allow_different: bool 
             f"{first.origin} and {second.origin} were not measured under the same conditions: {named}",
             hint="--allow-different compares them all the same",
         )
-    rows = tuple(_rows(first, second))
+    pairs = _pairs(first, second)
+    rows = tuple(_rows(first, second, pairs))
     if not rows:
         raise InputError(f"{first.origin} and {second.origin} have no side and load in common")
-    return Comparison(first=first.origin, second=second.origin, different=different, rows=rows)
+    left_out = (*_left_out(first, second, dict(pairs)), *_left_out(second, first, {b: a for a, b in pairs}))
+    return Comparison(first=first.origin, second=second.origin, different=different, rows=rows, left_out=left_out)
 
 
 def _different(mine: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -125,15 +140,32 @@ def _different(mine: Mapping[str, str], other: Mapping[str, str]) -> dict[str, t
     return found
 
 
-def _rows(first: Measured, second: Measured) -> Iterator[Row]:
+def _pairs(first: Measured, second: Measured) -> list[tuple[str, str]]:
     common = [side for side in first.values if side in second.values]
     # Two files without a side of the same name, such as two profiles: in their order.
-    pairs = [(side, side) for side in common] or list(zip(first.values, second.values, strict=False))
+    return [(side, side) for side in common] or list(zip(first.values, second.values, strict=False))
+
+
+def _rows(first: Measured, second: Measured, pairs: list[tuple[str, str]]) -> Iterator[Row]:
     for side, partner in pairs:
         for (load, metric), mine in first.values[side].items():
             other = second.values[partner].get((load, metric))
             if other is not None:
                 yield _row(load, (side, partner), metric, mine, other)
+
+
+def _left_out(mine: Measured, other: Measured, partners: Mapping[str, str]) -> Iterator[LeftOut]:
+    for side, values in mine.values.items():
+        if side not in partners:
+            yield LeftOut(file=mine.origin, side=side, load=None, metric=None)
+            continue
+        theirs = other.values[partners[side]]
+        their_loads = {load for load, _ in theirs}
+        for load in dict.fromkeys(load for load, _ in values if load not in their_loads):
+            yield LeftOut(file=mine.origin, side=side, load=load, metric=None)
+        for load, metric in values:
+            if load in their_loads and (load, metric) not in theirs:
+                yield LeftOut(file=mine.origin, side=side, load=load, metric=metric)
 
 
 def _row(load: str, sides: tuple[str, str], metric: str, mine: Value, other: Value) -> Row:
@@ -175,6 +207,10 @@ def render(found: Comparison) -> str:
     lines += [f"differs: {key}: {mine:.60} (A), {other:.60} (B)" for key, (mine, other) in found.different.items()]
     others = dict.fromkeys((row.side, row.second_side) for row in found.rows if row.side != row.second_side)
     lines += [f"side: {mine} of A beside {other} of B" for mine, other in others]
+    for each in found.left_out:
+        file = "A" if each.file == found.first else "B"
+        what = ", ".join((each.side, *filter(None, (each.load, _METRICS.get(each.metric or "")))))
+        lines.append(f"only in {file}: {what:.70}")
     lines += ["", f"{'load':<14}{'side':<14}{'metric':<10}{'A':>10}{'B':>10}  {'B over A':>9}  intervals"]
     for row in found.rows:
         apart = {None: "-", True: "apart", False: "touch"}[row.apart]

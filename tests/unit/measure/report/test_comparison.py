@@ -94,6 +94,23 @@ def test_without_a_common_name_sides_are_compared_in_order_and_it_is_said(tmp_pa
     assert "balanced of A beside aggressive of B" in render(compare_results(mine, other))
 
 
+def test_what_only_one_file_has_is_said(tmp_path: Path):
+    result = bench_result(clients=(1, 4))
+    (profile, stock) = result.sides
+    fewer = dataclasses.replace(stock, loads=(dataclasses.replace(stock.loads[0], ttft_ms=None),))
+    mine = read_measured(stored(dataclasses.replace(result, sides=(profile, fewer)), tmp_path / "a"))
+    other = read_measured(stored(dataclasses.replace(result, sides=(stock,)), tmp_path / "b"))
+    found = compare_results(mine, other)
+    whole, load, metric = found.left_out
+    assert (whole.file, whole.side, whole.load) == (str(tmp_path / "a"), "balanced", None)
+    assert (load.file, load.side, load.load, load.metric) == (str(tmp_path / "b"), "stock", "4 clients", None)
+    assert (metric.load, metric.metric) == ("1 client", "ttft_ms")
+    text = render(found)
+    assert text.count("only in A") == 1
+    assert text.count("only in B") == 2
+    assert not compare_results(other, other).left_out
+
+
 def test_results_without_a_common_load_are_refused(tmp_path: Path):
     mine = read_measured(stored(bench_result(clients=(1,)), tmp_path / "a"))
     other = read_measured(stored(bench_result(clients=(4,)), tmp_path / "b"))
