@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.needed import skip_without
+
 if not torch.cuda.is_available():
     # Read by Triton when it is imported, which transformers does: its kernels are interpreted on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed", allow_module_level=True)
+skip_without("transformers")
 
 from tests.engine import tiny_models
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from moe_optimizer.engine import LLM, BeamSearchParams
 from moe_optimizer.errors import InputError
@@ -18,6 +17,8 @@ from moe_optimizer.errors import InputError
 
 def search(folder: Path, prompt: list[int], width: int, count: int, end: int | None) -> list[tuple[list[int], float]]:
     """The definition: every continuation of every beam is scored by a forward pass over the whole text."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     beams, complete = [(prompt, 0.0)], []
     for _ in range(count):

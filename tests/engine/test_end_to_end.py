@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_optimizer.engine import LLM, SamplingParams
 from moe_optimizer.errors import DoesNotFitError, InputError
@@ -28,6 +27,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def reference() -> dict[str, list[int]]:
     """What transformers generates, one prompt at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_MOE)

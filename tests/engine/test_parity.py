@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from moe_optimizer.engine import LLMEngine, SamplingParams
 from moe_optimizer.engine.engine_args import EngineArgs
@@ -36,6 +35,8 @@ class TeacherForcing:
 
 
 def reference_logits(folder: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0].float()

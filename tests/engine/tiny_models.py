@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY_MOE = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
 
@@ -59,6 +58,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_model(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB") -> Path:
     """Write the model `name` of `SHAPES` with random weights; norms differ from 1 and biases from 0."""
+    # Here, because every test worker imports this file.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     family, settings = SHAPES[name]
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(0)

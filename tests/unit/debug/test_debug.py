@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("transformers", reason="needs transformers")
+from tests.needed import skip_without
+
+skip_without("transformers")
 
 from moe_optimizer.debug.compare import CompareReport, Finding, compare
 from moe_optimizer.debug.generations import generations

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.needed import skip_without
+
 torch = pytest.importorskip("torch", reason="the bundled model is measured with torch")
-transformers = pytest.importorskip("transformers", reason="the bundled model is loaded with transformers")
+skip_without("transformers")
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "examples" / "tiny-moe"
@@ -27,7 +29,9 @@ from tiny_moe import card, corpus, evaluate, muon, network, tokenizer, training 
 
 @pytest.fixture(scope="module")
 def tokens() -> Any:
-    return transformers.AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 
 
 @pytest.fixture(scope="module")

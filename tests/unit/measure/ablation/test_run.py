@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers")
+from tests.needed import skip_without
+
+skip_without("transformers")
 
 from moe_optimizer.measure.ablation import run
 from moe_optimizer.measure.ablation.climb import ClimbRequest, climb

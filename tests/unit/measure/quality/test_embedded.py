@@ -10,9 +10,9 @@ import pytest
 from moe_optimizer.measure.quality.distributions import Distributions, distributions
 from moe_optimizer.measure.quality.divergence import compare, compare_generated
 from moe_optimizer.measure.quality.embedded import EmbeddedProbe, EmbeddedRequest, compute
+from tests.needed import skip_without
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+skip_without("torch", "transformers")
 
 TINY_MOE = Path(__file__).resolve().parents[4] / "examples" / "tiny-moe"
 PROMPT = (100, 200, 300, 400, 500, 600)
