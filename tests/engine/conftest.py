@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.needed import skip_without
-
 if not torch.cuda.is_available():
     # Read by Triton when it is imported, which transformers does: its kernels are interpreted on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-skip_without("transformers")
-
 from tests.engine import tiny_models
+from tests.needed import skip_without
+
+skip_without("transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,10 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.needed import skip_without
-
-skip_without("transformers")
-
 from moe_optimizer.debug.compare import CompareReport, Finding, compare
 from moe_optimizer.debug.generations import generations
 from moe_optimizer.debug.oracle import oracle
@@ -31,6 +27,9 @@ from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.errors import InputError
 from tests.engine.tiny_models import SHAPES, TINY_MOE, write_model
+from tests.needed import skip_without
+
+skip_without("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.needed import skip_without
-
-skip_without("transformers")
-
 from moe_optimizer.measure.ablation import run
 from moe_optimizer.measure.ablation.climb import ClimbRequest, climb
 from moe_optimizer.measure.ablation.rungs import OPTIMIZATIONS, AblationSettings
 from moe_optimizer.measure.process import MeasurementError
 from moe_optimizer.plan.json_codec import decode, encode
+from tests.needed import skip_without
+
+skip_without("transformers")
 
 TINY_MOE = str(Path(__file__).resolve().parents[4] / "examples" / "tiny-moe")
 SETTINGS = AblationSettings(

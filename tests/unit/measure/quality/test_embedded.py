@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from moe_optimizer.measure.quality.distributions import Distributions, distributions
 from moe_optimizer.measure.quality.divergence import compare, compare_generated

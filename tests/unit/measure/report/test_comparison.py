@@ -97,14 +97,14 @@ def test_without_a_common_name_sides_are_compared_in_order_and_it_is_said(tmp_pa
 def test_what_only_one_file_has_is_said(tmp_path: Path):
     result = bench_result(clients=(1, 4))
     (profile, stock) = result.sides
-    fewer = dataclasses.replace(stock, loads=(dataclasses.replace(stock.loads[0], ttft_ms=None),))
+    fewer = dataclasses.replace(stock, loads=(dataclasses.replace(stock.loads[0], tpot_ms=None),))
     mine = read_measured(stored(dataclasses.replace(result, sides=(profile, fewer)), tmp_path / "a"))
     other = read_measured(stored(dataclasses.replace(result, sides=(stock,)), tmp_path / "b"))
     found = compare_results(mine, other)
     whole, load, metric = found.left_out
     assert (whole.file, whole.side, whole.load) == (str(tmp_path / "a"), "balanced", None)
     assert (load.file, load.side, load.load, load.metric) == (str(tmp_path / "b"), "stock", "4 clients", None)
-    assert (metric.load, metric.metric) == ("1 client", "ttft_ms")
+    assert (metric.load, metric.metric) == ("1 client", "tpot_ms")
     text = render(found)
     assert text.count("only in A") == 1
     assert text.count("only in B") == 2
