@@ -1,4 +1,4 @@
-"""Reads the scales of a quantisation scheme: what shares one, their bytes, and whether it is FP8 or MXFP4 that they scale."""
+"""Reads the scales of a quantisation scheme: what shares one, their bytes, whether they scale FP8 or MXFP4."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
-from moe_optimizer.plan_context.expert_kernel import why_model_does_not_fit, why_not_built
+from moe_optimizer.plan_context.expert_kernel import has_gpt_oss_experts, why_model_does_not_fit, why_not_built
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -97,7 +97,7 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
 
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
     """Return what the search is asked; weights that FP8 or four bits will convert count as converted."""
-    model, request = ctx.model, ctx.request
+    request = ctx.request
     converted = _converted_bits(ctx)
     expert_bits, linear_bits = served_bits(ctx) if converted is None else converted
     load = request.expert_load
@@ -152,7 +152,10 @@ def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> 
 
 
 def _ours(ctx: PlanContext) -> bool:
-    return ctx.wish("flash_dmoe")[0] is not Wish.OFF and not why_model_does_not_fit(ctx) and not why_not_built(ctx)
+    wish, _ = ctx.wish("flash_dmoe")
+    if wish is Wish.OFF or (has_gpt_oss_experts(ctx.model) and wish is not Wish.ON):
+        return False
+    return not why_model_does_not_fit(ctx) and not why_not_built(ctx)
 
 
 def _most_servers(ctx: PlanContext) -> int | None:

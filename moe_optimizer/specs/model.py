@@ -105,7 +105,7 @@ class ModelSpec:
     """Whether the checkpoint says that its scales are powers of two, for activations too (scale_fmt ue8m0)."""
     expert_format: ExpertFormat
     """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
-    FP8 with FP32 scales, of `weight_block` or else of tensors or channels; mxfp4: codes of four bits with a power of two
+    FP8 with FP32 scales, of `weight_block` or else of tensors or channels; mxfp4: codes of four bits, a power of two
     for each 32; other: in another way, or not all alike; none: a dense model."""
     weight_bytes: int
     """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
