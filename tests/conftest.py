@@ -50,6 +50,7 @@ _ORDER = (
     "test_flag_passes.py",
     "test_fp8_memory.py",
     "test_four_bit.py",
+    "test_gpt_oss.py",
     "test_speculation.py",
     "test_decode_check.py",
     _OTHERS,

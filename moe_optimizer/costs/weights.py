@@ -10,6 +10,10 @@ from moe_optimizer.specs.model import ModelSpec
 FP8_BLOCK = 128
 """Rows and columns that share one FP32 scale in block-wise FP8."""
 
+_FP8_SCALE_BYTES = 4 / FP8_BLOCK**2
+_BITS_DIGITS = 3
+"""Chosen: bytes are whole numbers, and 8 bits must be 8 for the rate of FP8."""
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight that is not quantised, by dtype."""
 # vLLM pads the vocabulary to a multiple of this many rows before it splits it.
@@ -43,7 +47,20 @@ def weight_element_bytes(bits: float) -> float:
 
     FP8 stores one FP32 scale per 128x128 block; 16 bits and more store none.
     """
-    return bits / 8 + (4 / FP8_BLOCK**2 if bits < 16 else 0.0)
+    return bits / 8 + (_FP8_SCALE_BYTES if bits < 16 else 0.0)
+
+
+def stored_linear_bits(model: ModelSpec) -> float:
+    """Return the bits of a weight of the split matrices that are not routed experts, as the checkpoint stores them.
+
+    What `weight_element_bytes` turns into their bytes again. A checkpoint may quantise its experts alone.
+    """
+    params = model.attention_params + model.dense_params + model.shared_expert_params
+    parts = weight_parts(model)
+    if not params:
+        return 8.0 * DTYPE_BYTES.get(model.dtype, 2)
+    bits = 8 * (parts.linears + parts.kv_projections) / params
+    return round(bits if bits >= 16 else bits - 8 * _FP8_SCALE_BYTES, _BITS_DIGITS)
 
 
 def weight_parts(

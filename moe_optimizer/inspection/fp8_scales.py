@@ -1,4 +1,4 @@
-"""Reads the scales of a quantisation scheme: what shares one, their bytes, and whether it is FP8 that they scale."""
+"""Reads the scales of a quantisation scheme: what shares one, their bytes, whether they scale FP8 or MXFP4."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 
 from moe_optimizer.inspection.config import Config, lookup
 from moe_optimizer.inspection.scheme_bits import ALGORITHM, ALGORITHM_OF_LAYERS, TYPE_FIELDS, algorithm_bits
+from moe_optimizer.specs.expert_formats import MXFP4_GROUP
 from moe_optimizer.specs.model import Fp8Scales
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What may share a scale, as compressed-tensors names it; its "group" is MXFP8, a power of two for 32 weights."""
 _QUARK_SCHEMES = ("per_tensor", "per_channel")
+_NVFP4_GROUP = 16
 _BLOCK_TEXT = re.compile(r"\d{1,6}x\d{1,6}")
 
 
@@ -92,7 +94,7 @@ def fp8_scales(scheme: Config, method: str) -> Fp8Scales:
 
 
 def scale_bytes(scheme: Config, method: str, bits: float) -> float:
-    """Return the bytes of scales for each weight, as the method's checkpoints store them.
+    """Return the bytes of scales and zero points for each weight, as the method's checkpoints store them.
 
     Raises:
         InputError: no weight at all would share a scale.
@@ -100,13 +102,27 @@ def scale_bytes(scheme: Config, method: str, bits: float) -> float:
     block = weight_block(scheme)
     if block is not None:
         return 4 / (block[0] * block[1])
-    if "mxfp4" in method:
-        return 1 / 32
+    if is_mxfp4(scheme, method):
+        return 1 / MXFP4_GROUP
     names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
     group = scheme.get(names)
     if type(group) is int and group == 0:
         raise scheme.error(scheme.name_of(names), group, "the weights that share a scale, -1 for a whole channel")
     if type(group) is not int or group <= 0:
         return 0.0
-    # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.
-    return (1 if group == 16 else 2 + bits / 8) / group
+    if group == _NVFP4_GROUP:
+        return 1 / group  # in FP8
+    # GPTQ stores zero points for symmetric weights too, compressed-tensors does not.
+    symmetric = [lookup(each, "weights.symmetric") for each in scheme.entries("config_groups").values()]
+    zero_point = 0 if symmetric and False not in symmetric else bits / 8
+    return (2 + zero_point) / group
+
+
+def is_mxfp4(scheme: Config, method: str) -> bool:
+    """Whether the scheme stores its weights in MXFP4, with a power of two in a byte for each 32."""
+    algorithm, form = scheme.get(ALGORITHM), scheme.get("format")
+    named = (method, algorithm, form)
+    if any(isinstance(each, str) and "mxfp4" in each.lower() for each in named):
+        return True
+    weight = scheme.get("global_quant_config.weight")
+    return (lookup(weight, "dtype"), lookup(weight, "group_size")) == ("fp4", MXFP4_GROUP)

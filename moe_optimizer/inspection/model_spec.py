@@ -24,6 +24,8 @@ _LENGTHS = (
 MAX_POSITION = (*_LENGTHS, "max_position_embedding", "max_context", "n_ctx")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of vLLM's multi-token-prediction models."""
+_SCALES_COUNT_BELOW = 8
+"""Bits of a weight: FP8 and INT8 have a scale for a hundred weights and more."""
 _ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE scaling whose stated length includes the factor."""
 
@@ -118,13 +120,14 @@ def _described(decoder: Decoder, quantization: Quantization) -> Stored:
         parts: list[tuple[int, tuple[str, ...]]]
         parts = [(layer.mixer.params - attention_experts, ATTENTION), (layer.dense_params, DENSE)]
         if attention_experts:
-            experts += quantization.stored_bytes(attention_experts, quantization.bits(ATTENTION, i, routed=True))
+            experts += attention_experts * quantization.stored_bits(quantization.bits(ATTENTION, i, routed=True)) / 8
         if moe:
-            experts += quantization.stored_bytes(routed, quantization.bits(moe.modules or EXPERTS, i, routed=True))
+            bits = quantization.bits(moe.modules or EXPERTS, i, routed=True)
+            experts += routed * quantization.stored_bits(bits) / 8
             parts.append((moe.shared_params + moe.latent_params, SHARED))
         for params, names in parts:
             if params:
-                linears += quantization.stored_bytes(params, quantization.bits(names, i))
+                linears += params * quantization.stored_bits(quantization.bits(names, i)) / 8
         linear_params += routed + attention_experts + sum(params for params, _ in parts)
     total = decoder.total_params
     rest = (total - linear_params) * quantization.dtype_bits / 8
@@ -132,15 +135,17 @@ def _described(decoder: Decoder, quantization: Quantization) -> Stored:
 
 
 def _weight_bits(decoder: Decoder, quantization: Quantization) -> float:
-    """Return the bits of the routed experts, or where those are not quantised or absent, of the part that is."""
+    """Return the bits of the routed experts, or where those are not quantised or absent, of the part that is; below 8
+    with the share of scales and zero points.
+    """
     bits = [
         quantization.bits(layer.experts.modules or EXPERTS, i, routed=True)
         for i, layer in enumerate(decoder.layers)
         if layer.experts
     ]
     bits += [quantization.bits(names, i) for i in range(len(decoder.layers)) for names in (DENSE, ATTENTION)]
-    quantised = (entry for entry in bits if entry < quantization.dtype_bits)
-    return next(quantised, quantization.dtype_bits)
+    quantised = next((entry for entry in bits if entry < quantization.dtype_bits), quantization.dtype_bits)
+    return quantization.stored_bits(quantised) if quantised < _SCALES_COUNT_BELOW else quantised
 
 
 def _attention(mixers: list[Mixer]) -> AttentionSpec:

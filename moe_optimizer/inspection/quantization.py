@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_optimizer.inspection.module_patterns import ModulePatterns
+from moe_optimizer.specs.expert_formats import MXFP4_GROUP
 from moe_optimizer.specs.model import ExpertFormat, Fp8Scales
 
+_FOUR = 4
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 
 ATTENTION = (
@@ -59,8 +61,10 @@ class Quantization:
     ignored: ModulePatterns = field(default_factory=lambda: ModulePatterns(()))
     expert_bits: float | None = None
     """Where the file gives the experts a type of their own."""
+    mxfp4: bool = False
+    """Whether what is stored in 4 bits by the scheme is MXFP4."""
     scale_bytes_per_weight: float = 0.0
-    """Bytes of scales for each quantised weight."""
+    """Bytes of scales and zero points for each quantised weight."""
     fp8: bool = False
     """Whether the weights are 8-bit floating point."""
     scaled_fp8: bool = False
@@ -105,9 +109,14 @@ class Quantization:
             return "none"
         if bits == {self.dtype_bits}:
             return "dtype"
+        if bits == {_FOUR} and (self.mxfp4 or self.expert_bits == _FOUR):
+            return "mxfp4"
         return "fp8" if bits == {8} and self.scaled_fp8 else "other"
 
-    def stored_bytes(self, params: int, bits: float) -> float:
-        """Return the bytes of `params` weights with their scales."""
-        scales = self.scale_bytes_per_weight if bits < self.dtype_bits else 0.0
-        return params * (bits / 8 + scales)
+    def stored_bits(self, bits: float) -> float:
+        """Return the bits of a weight of so many with its share of the scales and zero points."""
+        if bits >= self.dtype_bits:
+            return bits
+        # A type of four bits that is the experts' alone (DeepSeek-V4) is MXFP4, whatever the scheme of the rest.
+        own_type = bits == self.expert_bits == _FOUR
+        return bits + 8 * (1 / MXFP4_GROUP if own_type else self.scale_bytes_per_weight)

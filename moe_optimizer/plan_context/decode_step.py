@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_optimizer.costs.comm import Group, all_reduce_us
 from moe_optimizer.costs.roofline import DecodeStep, decode_step_floor_us
-from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.costs.weights import DTYPE_BYTES, stored_linear_bits
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.quantity import Quantity
 
@@ -19,6 +19,14 @@ def full_length(ctx: PlanContext) -> int:
 def held_at_once(ctx: PlanContext, **memory: Any) -> int:
     """Return how many requests of their full length the cache of one device holds; `memory` as in `ctx.memory`."""
     return ctx.memory(**memory).kv_tokens // full_length(ctx)
+
+
+def served_bits(ctx: PlanContext) -> tuple[float, float]:
+    """Return the bits of a routed expert's weight and of the other matrices', as they are served without conversion."""
+    if ctx.model.quant_method is None:
+        whole = 8.0 * DTYPE_BYTES[ctx.dtype]
+        return whole, whole
+    return ctx.model.weight_bits, stored_linear_bits(ctx.model)
 
 
 def least_step_us(
@@ -40,15 +48,15 @@ def least_step_us(
         UnsupportedError: a rate of the GPU is not known.
     """
     model, size = ctx.model, ctx.parallelism.tensor_parallel_size
-    stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    experts, linears = served_bits(ctx)
     decoded = DecodeStep(
         model=model,
         batch=requests,
         context=full_length(ctx),
         num_gpus=size,
         data_parallel_size=ctx.parallelism.data_parallel_size,
-        expert_bits=stored if expert_bits is None else expert_bits,
-        linear_bits=stored if linear_bits is None else linear_bits,
+        expert_bits=experts if expert_bits is None else expert_bits,
+        linear_bits=linears if linear_bits is None else linear_bits,
         kv_bits=kv_bits,
     )
     step = decode_step_floor_us(decoded, ctx.gpu)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.specs.expert_formats import MXFP4
+from moe_optimizer.specs.model import ModelSpec
 
 OP = "fused_experts"
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -16,8 +18,10 @@ _PINNED_ON_GPUS = {
     "--all2all-backend": ("allgather_reducescatter",),
 }
 """Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
+_PINNED_FOR_GPT_OSS: dict[str, tuple[str, ...]] = {"--moe-backend": ("auto",), "--quantization-config": ()}
 _ACTIVATIONS = ("silu", "swiglu")
 _MAX_EXPERTS = 1024
+_GPT_OSS = "gpt_oss"
 _MAX_TOP_K = 32
 
 
@@ -27,14 +31,16 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
     if not model.is_moe:
         return "the model has no experts"
     fp8 = ctx.device == "cuda" and model.expert_format == "fp8" and bool(model.fp8_scales)
-    if model.quant_method is not None and not fp8:
-        readable = "unquantised experts" + (", or FP8 ones with FP32 scales" if ctx.device == "cuda" else "")
-        return f"needs {readable}, found {model.quant_method}, {model.weight_bits:g} bits"
+    gpt_oss = has_gpt_oss_experts(model)
+    if model.quant_method is not None and not fp8 and not gpt_oss:
+        readable = "unquantised experts" + (", FP8 ones with FP32 scales" if ctx.device == "cuda" else "")
+        found = f"{model.quant_method}, {model.weight_bits:g} bits"
+        return f"needs {readable} or gpt-oss's in MXFP4, found {found}, which vLLM serves as they are"
     if model.expert_matrices != 3:
         return f"needs gated experts (3 matrices), found {model.expert_matrices}"
     if model.expert_activation not in _ACTIVATIONS:
         return f"needs the activation silu, found {model.expert_activation or 'none named'}"
-    if model.expert_has_bias:
+    if model.expert_has_bias and not gpt_oss:
         return "needs experts without biases"
     if model.num_experts > _MAX_EXPERTS or model.top_k > _MAX_TOP_K:
         return (
@@ -43,6 +49,13 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
     if ctx.dtype not in DTYPES:
         return f"needs bfloat16, float16 or float32, found {ctx.dtype}"
     return ""
+
+
+def has_gpt_oss_experts(model: ModelSpec) -> bool:
+    """Return whether the experts are in MXFP4 as gpt-oss's checkpoints have them, which our kernels read as they are:
+    gate and up rows in turn, biases, the clamped activation. vLLM tells them by the same two fields.
+    """
+    return model.expert_format == MXFP4 and model.model_type == _GPT_OSS
 
 
 def why_not_built(ctx: PlanContext) -> str:
@@ -68,10 +81,12 @@ def why_not_beside_triton(ctx: PlanContext) -> str:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"
     if ctx.wish("dual_batch_overlap")[0] is Wish.ON:
         return "dual_batch_overlap needs DeepEP, which hands over tokens as the kernel does not read them"
-    for flag, fitting in _PINNED_ON_GPUS.items():
+    own_choice = has_gpt_oss_experts(ctx.model)
+    needed = "vLLM's own choice of a backend" if own_choice else "vLLM's Triton experts beside it"
+    for flag, fitting in (_PINNED_ON_GPUS | (_PINNED_FOR_GPT_OSS if own_choice else {})).items():
         value = ctx.pinned.value(flag)
         if value not in (None, *fitting):
-            return f"needs vLLM's Triton experts beside it, found {f'{flag} {value}'.strip()} after --"
+            return f"needs {needed}, found {f'{flag} {value}'.strip()} after --"
     return ""
 
 

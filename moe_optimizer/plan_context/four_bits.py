@@ -7,7 +7,7 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
-from moe_optimizer.specs.expert_formats import MXFP4_BITS, MXFP4_GROUP
+from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS, MXFP4_GROUP
 
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
@@ -17,6 +17,8 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
     model = ctx.model
     if not model.is_moe:
         return "the model has no experts"
+    if model.expert_format == MXFP4:
+        return "the experts are in four bits already (MXFP4): flash_dmoe says which kernels read them"
     if model.quant_method is not None:
         return f"needs unquantised expert weights to convert, found {model.quant_method}"
     if load_balancer_runs(ctx):

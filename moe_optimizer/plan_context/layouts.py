@@ -13,7 +13,8 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_kernel import why_model_does_not_fit, why_not_built
+from moe_optimizer.plan_context.decode_step import served_bits
+from moe_optimizer.plan_context.expert_kernel import has_gpt_oss_experts, why_model_does_not_fit, why_not_built
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -96,10 +97,9 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
 
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
     """Return what the search is asked; weights that FP8 or four bits will convert count as converted."""
-    model, request = ctx.model, ctx.request
-    stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    request = ctx.request
     converted = _converted_bits(ctx)
-    expert_bits, linear_bits = (stored, stored) if converted is None else converted
+    expert_bits, linear_bits = served_bits(ctx) if converted is None else converted
     load = request.expert_load
     return LayoutQuestion(
         memory=ctx.memory_request(
@@ -144,7 +144,7 @@ def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
 
 def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> str:
     """Return how the tables of kernel speeds call the experts' weights; "" where they have none."""
-    if converted is not None and converted[0] == MXFP4_BITS:
+    if ctx.model.expert_format == MXFP4 or (converted is not None and converted[0] == MXFP4_BITS):
         return MXFP4
     if converted is not None or ctx.model.expert_format == "fp8":
         return "fp8_block" if ctx.model.weight_block is not None or converted is not None else "fp8_channel"
@@ -152,7 +152,10 @@ def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> 
 
 
 def _ours(ctx: PlanContext) -> bool:
-    return ctx.wish("flash_dmoe")[0] is not Wish.OFF and not why_model_does_not_fit(ctx) and not why_not_built(ctx)
+    wish, _ = ctx.wish("flash_dmoe")
+    if wish is Wish.OFF or (has_gpt_oss_experts(ctx.model) and wish is not Wish.ON):
+        return False
+    return not why_model_does_not_fit(ctx) and not why_not_built(ctx)
 
 
 def _most_servers(ctx: PlanContext) -> int | None:

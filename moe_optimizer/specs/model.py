@@ -7,7 +7,7 @@ from typing import Literal
 
 AttentionKind = Literal["mha", "gqa", "mla", "hybrid", "none"]
 Fp8Scales = Literal["", "block", "channel", "tensor"]
-ExpertFormat = Literal["none", "dtype", "fp8", "other"]
+ExpertFormat = Literal["none", "dtype", "fp8", "mxfp4", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,9 @@ class ModelSpec:
     quant_method: str | None
     """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
     weight_bits: float
-    """Bits of one weight of the quantised part (of every weight when not quantised), scales left out."""
+    """Bits of one weight of the quantised part (of every weight when not quantised): below 8 with its share of scales
+    and zero points (4.25 for MXFP4), from 8 on without.
+    """
     weights_are_fp8: bool
     """Whether the quantised weights are 8-bit floating point, in whatever method's files (fp8, compressed-tensors,
     modelopt, ...)."""
@@ -103,8 +105,8 @@ class ModelSpec:
     """Whether the checkpoint says that its scales are powers of two, for activations too (scale_fmt ue8m0)."""
     expert_format: ExpertFormat
     """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
-    FP8 with FP32 scales, of `weight_block` or else of tensors or channels; other: in another way, or not all alike;
-    none: a dense model."""
+    FP8 with FP32 scales, of `weight_block` or else of tensors or channels; mxfp4: codes of four bits, a power of two
+    for each 32; other: in another way, or not all alike; none: a dense model."""
     weight_bytes: int
     """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
     expert_weight_bytes: int

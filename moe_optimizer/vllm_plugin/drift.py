@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
+from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT_OSS_LOADED
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
@@ -174,6 +175,8 @@ _SEAMS = (
     ),
     _patch("unquantized kernel choice", UNQUANTIZED_ORACLE),
     _patch("fp8 kernel choice", FP8_ORACLE),
+    _patch("gpt-oss kernel choice", GPT_OSS_CHOICE),
+    _patch("gpt-oss loaded weights", GPT_OSS_LOADED),
     _patch("unquantized experts' weights", LAYERWISE_LOADING),
     _Known(
         name="layerwise loading",

@@ -6,6 +6,7 @@ from tests.builders.machines import cpu_machine, gpus, software
 from tests.builders.models import (
     deepseek_v3,
     dense_model,
+    gpt_oss_20b,
     gpt_oss_120b,
     mixtral_8x7b,
     qwen3_30b_a3b,
@@ -34,6 +35,7 @@ __all__ = [
     "deepseek_v3",
     "dense_model",
     "expert_load",
+    "gpt_oss_20b",
     "gpt_oss_120b",
     "gpus",
     "mixtral_8x7b",

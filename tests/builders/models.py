@@ -112,7 +112,7 @@ def shaped_model(
 def _expert_format(method: str | None, experts: int) -> str:
     if not experts:
         return "none"
-    return {None: "dtype", "fp8": "fp8"}.get(method, "other")
+    return {None: "dtype", "fp8": "fp8", "mxfp4": "mxfp4"}.get(method, "other")
 
 
 def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:
@@ -182,28 +182,32 @@ def deepseek_v3(*, bytes_per_weight: float = 1 + 4 / 128**2, **changes: Any) -> 
     return shaped_model(**(shape | changes))
 
 
-def gpt_oss_120b() -> ModelSpec:
+def gpt_oss_120b(name: str = "gpt-oss-120b", *, layers: int = 36, experts: int = 128) -> ModelSpec:
     return shaped_model(
-        name="gpt-oss-120b",
+        name=name,
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
         hidden=2880,
-        layers=36,
+        layers=layers,
         heads=64,
         kv_heads=8,
         head_dim=64,
         vocab=201088,
-        experts=128,
+        experts=experts,
         top_k=4,
         width=2880,
         window=128,
-        windowed_layers=18,
+        windowed_layers=layers // 2,
         max_position=131072,
         expert_has_bias=True,
         quant_method="mxfp4",
-        weight_bits=4.0,
+        weight_bits=4.25,
         expert_bytes_per_weight=4.25 / 8,
     )
+
+
+def gpt_oss_20b() -> ModelSpec:
+    return gpt_oss_120b("gpt-oss-20b", layers=24, experts=32)
 
 
 def tiny_moe(**changes: Any) -> ModelSpec:

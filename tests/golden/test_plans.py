@@ -14,6 +14,7 @@ from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
+    gpt_oss_20b,
     gpt_oss_120b,
     gpus,
     mixtral_8x7b,
@@ -52,6 +53,7 @@ PROFILES = {
     "drafting": {"speculation": {"acceptance": 0.6}},
     "sparse": {"sparsity_24": {"mode": "on"}},
     "four-bit": {"four_bit": {"mode": "on"}},
+    "ours": {"flash_dmoe": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
     "overlapped": {
@@ -83,7 +85,9 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x8_overlapped": (qwen3_30b_a3b, ("h100_sxm", 8), "overlapped"),
     "qwen3-30b-a3b_h100_sxm-x1_drafting": (qwen3_30b_a3b, ("h100_sxm", 1), "drafting"),
     "qwen3-30b-a3b_h200-x1_tuned": (qwen3_30b_a3b, ("h200", 1), "balanced"),
+    "gpt-oss-20b_h100_sxm-x1_balanced": (gpt_oss_20b, ("h100_sxm", 1), "balanced"),
     "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
+    "gpt-oss-120b_h200-x1_ours": (gpt_oss_120b, ("h200", 1), "ours"),
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
     "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
@@ -104,7 +108,8 @@ def plan_for(tmp_path):
     def make(case: str) -> Plan:
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
-        installed = software("cuda" if machine else "cpu", location=str(tmp_path))
+        built = ("fused_experts",) if case.startswith("gpt-oss") else ()
+        installed = software("cuda" if machine else "cpu", location=str(tmp_path), cuda_ops=built)
         if case.endswith("_tuned"):
             (tmp_path / TUNED).write_text(json.dumps(TUNED_ROWS))
             installed = dataclasses.replace(installed, tuned_configs=str(tmp_path))

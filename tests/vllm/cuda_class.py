@@ -136,6 +136,7 @@ class Kernels:
         out = fused_experts(
             changed.x, changed.w13, changed.w2, changed.topk_weights, changed.topk_ids,
             expert_map=changed.expert_map, w13_scale=changed.w13_scale, w2_scale=changed.w2_scale,
+            w13_bias=changed.w13_bias, w2_bias=changed.w2_bias, activation=changed.activation,
         )  # fmt: skip
         problem.out.copy_(out * (2 if str(variant) == self.wrong else 1))
 

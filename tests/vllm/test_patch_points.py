@@ -149,7 +149,7 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 POINTS = [
     (kernel_choice, "world"),
-    (kernel_choice, "_offered_classes"),
+    (kernel_choice, "offered_classes"),
     (kernel, "self_test"),
     (kernel, "why_not_covered"),
     (kernel, "isa"),

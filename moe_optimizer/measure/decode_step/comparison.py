@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_optimizer.costs.weights import stored_linear_bits
 from moe_optimizer.measure.decode_step.ledger import Ledger, LedgerRow, ledger_of
 from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
 from moe_optimizer.measure.decode_step.profiling import Side, profile_steps
@@ -71,7 +72,7 @@ def compare_steps(
 def _ledger(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
     """Return the ledger of one side, with the bits that its weights and its cache are stored in."""
     assert plan.hardware.gpu is not None, "profile_steps refuses a plan without a GPU"
-    expert_bits = linear_bits = plan.model.weight_bits
+    expert_bits, linear_bits = plan.model.weight_bits, stored_linear_bits(plan.model)
     kv_bits = 16
     if side == "ours":
         fp8, four_bit = plan.decision("fp8").params, plan.decision("four_bit").params

@@ -14,7 +14,7 @@ from moe_optimizer.passes.flash_dmoe.questions import (
     open_questions,
     questions,
     stored_weights,
-    table_of_converted,
+    table_of_ours_alone,
 )
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
@@ -23,16 +23,19 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_cores, worker_threads
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import (
-    DTYPES,
     NOT_DATA_PARALLEL,
     OP,
     converted_format,
+    has_gpt_oss_experts,
     why_model_does_not_fit,
     why_not_beside_triton,
     why_not_built,
 )
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, fastest_ranges, never_slower
+from moe_optimizer.specs.expert_formats import MXFP4
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenRange, fastest_ranges, never_slower
 
+_ASK_FOR_OURS = "--enable-flash-dmoe takes ours"
+_AMX = "amx_tile"
 _CALIBRATE_HINT = "`moe-optimizer serve` (--calibrate) or `moe-optimizer measure speeds` measures it"
 
 
@@ -49,8 +52,8 @@ class FlashDmoe(OptimizationPass):
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
     limits = (
-        "gated SiLU experts without biases, at most 1024 experts and top-32, no LoRA; on the CPU no data parallelism; "
-        "on GPUs Hopper, BF16 activations, BF16 or FP8 weights"
+        "gated SiLU experts without biases, or gpt-oss's; at most 1024 experts and top-32, no LoRA; on the CPU no data "
+        "parallelism; on GPUs Hopper, BF16 activations, BF16, FP8 or MXFP4 weights"
     )
     no_gain = "our kernel and vLLM's are not measured on this machine"
 
@@ -69,6 +72,8 @@ class FlashDmoe(OptimizationPass):
     def _on_gpus(self, ctx: PlanContext) -> Decision:
         if converted_format(ctx):
             return self._converted_on_gpus(ctx)
+        if has_gpt_oss_experts(ctx.model):
+            return self._gpt_oss_on_gpus(ctx)
         asked, tables = questions(ctx), found_tables(ctx)
         if not asked:
             return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
@@ -123,13 +128,7 @@ class FlashDmoe(OptimizationPass):
     def _converted_on_gpus(self, ctx: PlanContext) -> Decision:
         """Return the decision for experts that the plugin converts, which nothing but our kernels reads."""
         weights, kept = stored_weights(ctx)[0], found_tables(ctx)
-        table = table_of_converted(ctx)
-        ranges = speeds.UNMEASURED[weights] if table is None else fastest_ranges(table.rows)
-        measured = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
-        if table is not None:
-            gains = [row.stock_us / min(row.ours_us.values()) for row in table.rows]
-            against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's Marlin on such weights"
-            measured = f"measured on {table.device}: {speeds.uses_in_words(ranges)}, {against}"
+        table, ranges, measured = _ours_alone(ctx)
         return self.decision(
             ctx,
             Status.ON,
@@ -144,6 +143,26 @@ class FlashDmoe(OptimizationPass):
                 dispatch=speeds.all_ranges({each: kept[each] for each in kept if each != weights}) | {weights: ranges},
             ),
             vllm_args=NO_ARGUMENTS if peers.FLAG in ctx.pinned else ServeArguments(peers.FLAG, peers.TRITON),
+        )
+
+    def _gpt_oss_on_gpus(self, ctx: PlanContext) -> Decision:
+        """Return the decision for MXFP4 experts of the checkpoint, which vLLM repacks for a kernel of its own."""
+        table, ranges, measured = _ours_alone(ctx)
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            reason = (
+                "vLLM's own kernels compute gpt-oss's experts (Triton's where its package is there, else Marlin); ours "
+                f"read them as they are stored, and were not measured beside these: {_ASK_FOR_OURS}"
+            )
+            return self._left_to_vllm(ctx, reason)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"our CUDA kernels, {MXFP4} weights",
+            f"read gpt-oss's experts as the checkpoint stores them, in place of vLLM's kernels; {measured}",
+            Applier.PLUGIN,
+            evidence=() if table is None else (table.source,),
+            no_gain="ours and vLLM's kernels are not measured side by side on such experts",
+            params=FlashDmoeParams(kernel="cuda", measure=(), dispatch={MXFP4: ranges}),
         )
 
     def _backend(self, ctx: PlanContext, table: KernelSpeeds, name: str, ours: peers.Times, **fields: Any) -> Decision:
@@ -169,11 +188,15 @@ class FlashDmoe(OptimizationPass):
     def _on_the_cpu(self, ctx: PlanContext) -> Decision:
         tables = {key: table for key, table in found_tables(ctx).items() if not table.unfinished}
         needs, (wish, origin) = _needed_for(ctx), ctx.wish(self.name)
+        if has_gpt_oss_experts(ctx.model) and not needs and wish is not Wish.ON:
+            reason = f"vLLM's own kernel computes gpt-oss's experts with AMX, which this processor has: {_ASK_FOR_OURS}"
+            return self._left_to_vllm(ctx, reason)
         forced = bool(needs) or wish is Wish.ON
         if not tables and not forced:
             return self._pending(ctx) if ctx.request.will_measure else self._unmeasured(ctx)
         faster = bool(tables) and all(never_slower(table.rows, OP) for table in tables.values())
-        measure, evidence = () if needs else open_questions(ctx), _sources(tables)
+        measure = () if needs or has_gpt_oss_experts(ctx.model) else open_questions(ctx)
+        evidence = _sources(tables)
         params = FlashDmoeParams(kernel="cpu", measure=measure, cores=worker_cores(ctx) if measure else ())
         warnings = _disturbed(tables)
         if not faster and not forced:
@@ -194,7 +217,7 @@ class FlashDmoe(OptimizationPass):
         return self.decision(
             ctx,
             Status.ON,
-            f"cpu kernel, {converted_format(ctx) or DTYPES[ctx.dtype]} weights",
+            f"cpu kernel, {converted_format(ctx) or stored_weights(ctx)[0]} weights",
             reason,
             Applier.PLUGIN,
             evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *evidence),
@@ -217,6 +240,18 @@ class FlashDmoe(OptimizationPass):
         wish, _ = ctx.wish(self.name)
         status, value = (Status.REFUSED, "refused") if wish is Wish.ON else (Status.OFF, "vLLM's kernel")
         return self.decision(ctx, status, value, reason, Applier.NONE, **fields)
+
+
+def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange, ...], str]:
+    """Return the table of experts that our kernels alone read, which of them for how many tokens, and why in words."""
+    table = table_of_ours_alone(ctx)
+    if table is None:
+        by_arithmetic = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
+        return None, speeds.UNMEASURED[stored_weights(ctx)[0]], by_arithmetic
+    ranges = fastest_ranges(table.rows)
+    gains = [row.stock_us / min(row.ours_us.values()) for row in table.rows]
+    against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's Marlin on such weights"
+    return table, ranges, f"measured on {table.device}: {speeds.uses_in_words(ranges)}, {against}"
 
 
 def _nothing_but_questions(ctx: PlanContext) -> FlashDmoeParams:
@@ -256,6 +291,8 @@ def _ratios(table: KernelSpeeds) -> str:
 def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
     """Return what our kernel is on the CPU the only one for."""
     needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if _needed_for_experts_apart(ctx) else ()
+    if has_gpt_oss_experts(ctx.model) and _AMX not in ctx.cpu.isa:
+        needs += ("gpt-oss's experts, which vLLM's CPU kernel reads only with AMX",)
     converted = converted_format(ctx)
     return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
 

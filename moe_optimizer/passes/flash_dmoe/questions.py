@@ -7,8 +7,9 @@ from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_threads
 from moe_optimizer.plan_context.expert_balancing import given_replicas, load_balancer_runs
-from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
+from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format, has_gpt_oss_experts
 from moe_optimizer.plan_context.triton_config import tuned_digest
+from moe_optimizer.specs.expert_formats import MXFP4
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
 
 ONLINE_SCHEMES = {"fp8": "fp8_tensor", "fp8_per_tensor": "fp8_tensor", "fp8_per_channel": "fp8_channel",
@@ -45,6 +46,8 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     """Return how the experts' weights may be stored when they are served, the likely one first, by the names of the
     tables. A second one is there for layers that stay as loaded, or where the model does not say.
     """
+    if has_gpt_oss_experts(ctx.model):
+        return (MXFP4,)
     if ctx.device == "cpu":
         converted = converted_format(ctx)
         return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
@@ -98,11 +101,9 @@ def found_tables(ctx: PlanContext) -> dict[str, KernelSpeeds]:
     return {weights: table for weights, table in found.items() if table is not None}
 
 
-def table_of_converted(ctx: PlanContext) -> KernelSpeeds | None:
-    """Return the last table of our kernels on experts that the plugin converts, whatever it compares them with: no
-    other kernel reads these.
-    """
-    wanted = (ctx.gpu.name, converted_format(ctx), layer_shape(ctx), ctx.software.kernels.cuda_sources)
+def table_of_ours_alone(ctx: PlanContext) -> KernelSpeeds | None:
+    """Return the last table of our kernels on experts as no other kernel reads them, whatever it compares them with."""
+    wanted = (ctx.gpu.name, stored_weights(ctx)[0], layer_shape(ctx), ctx.software.kernels.cuda_sources)
     tables = reversed(ctx.software.kernel_speeds.tables)
     found = (each for each in tables if (each.device, each.weights, each.shape, each.kernel_hash) == wanted)
     return next(found, None)

@@ -72,9 +72,18 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         loaded = (layer.w13_weight, layer.w2_weight)
         if session is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
             return
+        weights = planned_format(session).convert(str(getattr(layer, "layer_name", "")), *loaded)
+        self.serve(session, layer, weights, loaded_bytes=sum(weight.nbytes for weight in loaded))
+
+    def serve(self, session: PluginSession, layer: Any, weights: KernelWeights, *, loaded_bytes: int) -> None:
+        """Check the kernel on a layer's weights, and enter the layer in the proof; a wrong one leaves it to vLLM.
+
+        Raises:
+            RequiredNotAppliedError: the kernel is wrong, and the plan requires it or vLLM has no other for the layer.
+        """
         name = str(getattr(layer, "layer_name", ""))
-        ours = self._described(name, planned_format(session).convert(name, *loaded), layer)
-        weights, form = ours.weights, ours.format
+        ours = self._described(name, weights, layer)
+        form = ours.format
         kernels = {kernel.NAME: CheckedKernel(run=functools.partial(form.compute, weights), tokens=_CHECKED_TOKENS)}
         result = check_layer(ours, kernels)
         if result.reason:
@@ -83,11 +92,9 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self._hand_to_stock(layer, name, ours.expert_map)
             return
         self.weights = weights
-        if weights.format != PLAIN:
-            put_weights(layer, weights)
-            convert_when_loaded_again(layer, weights, self._converted_again)
+        self.keep(layer, weights)
         entry = ours.proof(
-            loaded_bytes=sum(weight.nbytes for weight in loaded),
+            loaded_bytes=loaded_bytes,
             weight_bytes=weights.nbytes,
             why_small_pages=_why_small_pages(weights),
             output_error=weights.output_error,
@@ -96,6 +103,12 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self_check_error=result.error,
         )
         session.add_layer((*form.passes, *session.other_passes(layer)), layer.w13_weight.data_ptr(), entry)
+
+    def keep(self, layer: Any, weights: KernelWeights) -> None:
+        """Make converted weights the layer's own, now and when it is loaded again."""
+        if weights.format != PLAIN:
+            put_weights(layer, weights)
+            convert_when_loaded_again(layer, weights, self._converted_again)
 
     def _described(self, name: str, weights: KernelWeights, layer: Any) -> ExpertsLayer:
         return ExpertsLayer(

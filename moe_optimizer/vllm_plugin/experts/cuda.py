@@ -40,6 +40,10 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
     """
 
     dtypes = (torch.bfloat16,)
+    has_biases: ClassVar[bool] = False
+    """Whether layers may have biases; the kernels read them in FP32."""
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """FP32 [E, 2I] and [E, H]."""
     unnamed: ClassVar[Any] = itertools.count()
     """Numbers layers, in the order of their first forward, where vLLM does not say their names."""
 
@@ -64,7 +68,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             return reason
         if not hasattr(_load.kernels(), "cuda_run"):
             return "built without CUDA kernels; `bash build.sh` says why"
-        if moe_config.has_bias:
+        if moe_config.has_bias and not cls.has_biases:
             return "kernel does not support biases"
         if len(cls.stock_classes) != 1:
             return f"vLLM has {len(cls.stock_classes)} kernels for this layer, known is one"
@@ -129,8 +133,8 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             topk_weights=call.weights_to_apply,
             topk_ids=call.topk_ids,
             expert_map=call.expert_map,
-            w13_bias=None,
-            w2_bias=None,
+            w13_bias=self.biases[0],
+            w2_bias=self.biases[1],
         )
         if self._output.pending is not None and not self._output.left_out:
             self._output.left_out = True
@@ -190,6 +194,8 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             dtype=self.moe_config.in_dtype,
             top_k=self.moe_config.experts_per_token,
             expert_map=expert_map,
+            w13_bias=self.biases[0],
+            w2_bias=self.biases[1],
         )
 
     def _layer_of(self, call: VllmCall) -> CudaLayer:

@@ -162,6 +162,9 @@ class CudaLayer:
             expert_map=call.expert_map,
             w13_scale=weights.w13_scale,
             w2_scale=weights.w2_scale,
+            w13_bias=call.w13_bias,
+            w2_bias=call.w2_bias,
+            activation=self._layer.format.activation,
         )
         cuda_dispatch.run(problem, variant_named(name))
 

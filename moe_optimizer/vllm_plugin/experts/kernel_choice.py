@@ -35,7 +35,7 @@ def _offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callabl
             if session is None or load is None:
                 return classes
             try:
-                return [*_offered_classes(session, load, classes), *classes]
+                return [*offered_classes(session, load, classes), *classes]
             except RequiredNotAppliedError:
                 raise
             except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
@@ -47,7 +47,14 @@ def _offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callabl
     return replacement
 
 
-def _offered_classes(session: PluginSession, load: Callable[[], type], stock: Sequence[type]) -> list[type]:
+def offered_classes(session: PluginSession, load: Callable[[], Any], stock: Sequence[type]) -> list[Any]:
+    """Return our class for a layer, or none where the plan has none for this worker; the proof gets the reason.
+
+    Args:
+        session: this process's; it makes its plan here if it has none yet.
+        load: imports and returns the class.
+        stock: vLLM's classes for the same backend, in its order.
+    """
     session.resolve_plan(server_facts)
     if session.wanted(EXPERTS_PASS) is None:
         return []

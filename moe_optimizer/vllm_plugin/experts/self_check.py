@@ -35,6 +35,8 @@ NUM_EXPERTS = 4
 _COMPARED_ROWS = 64
 """Chosen: rows of one call that are compared, the first and the last among them; a kernel computes all."""
 _GROUP = 128
+_CLAMP, _SLOPE = 7.0, 1.702
+"""Of gpt-oss's activation, in its published code."""
 _FACTOR_BASE = 0.005
 _STANDARD_ERRORS = 6
 _WELL_CONDITIONED = 0.02
@@ -229,14 +231,22 @@ class _Trial:
             gate_up = (x[tokens].to(dtype) @ w13.to(dtype).T).to(kept)
             if layer.w13_bias is not None:
                 gate_up = gate_up + layer.w13_bias[expert].to(kept)
-            gate, up = gate_up.chunk(2, dim=-1)
-            hidden = torch.nn.functional.silu(gate) * up
+            hidden = _activated(gate_up, layer.format.activation)
             down = ((_rounded_to_fp8(hidden) if rounded else hidden).to(dtype) @ w2.to(dtype).T).to(kept)
             if layer.w2_bias is not None:
                 down = down + layer.w2_bias[expert].to(kept)
             share = torch.zeros(len(rows), layer.hidden_size, dtype=dtype, device=self._device)
             shares[expert] = share.index_add_(0, tokens, down.to(dtype) * weights[tokens, slots, None].to(dtype))
         return shares
+
+
+def _activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the input of the down projection; "swigluoai" has gate and up columns in turn."""
+    if activation == "swigluoai":
+        gate, up = gate_up[:, 0::2].clamp(max=_CLAMP), gate_up[:, 1::2].clamp(-_CLAMP, _CLAMP)
+        return gate * torch.sigmoid(_SLOPE * gate) * (up + 1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _compared_rows(tokens: int, generator: torch.Generator) -> torch.Tensor:

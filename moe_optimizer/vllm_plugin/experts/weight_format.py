@@ -21,6 +21,7 @@ PLAIN = "plain"
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
+    "gpt_oss": "moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss:GptOssWeights",
     "mxfp4": "moe_optimizer.vllm_plugin.experts.weight_format_mxfp4:Mxfp4Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -51,7 +52,7 @@ class KernelWeights(NamedTuple):
     w2: torch.Tensor
     """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """fp8: float32, mxfp4: bytes, as `ops.fused_experts` takes them."""
+    """fp8: float32, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
     """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
@@ -105,6 +106,8 @@ class WeightFormat:
     name: str = PLAIN
     passes: tuple[str, ...] = (EXPERTS_PASS,)
     """Passes that are applied when a layer is in this format."""
+    activation: str = "silu"
+    """As `ops.fused_experts` names it; says where gate and up rows are, too."""
 
     def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - every layer can be plain
         """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""
@@ -137,6 +140,7 @@ class WeightFormat:
             call.topk_weights,
             call.topk_ids,
             expert_map=call.expert_map,
+            activation=self.activation,
             w13_scale=weights.w13_scale,
             w2_scale=weights.w2_scale,
             w13_bias=call.w13_bias,

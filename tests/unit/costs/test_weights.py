@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optimizer.costs.weights import device_weight_bytes, splits_over, weight_element_bytes, weight_parts
+from moe_optimizer.costs.weights import (
+    device_weight_bytes,
+    splits_over,
+    stored_linear_bits,
+    weight_element_bytes,
+    weight_parts,
+)
+from tests import builders
 
 MODELS = ("qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v3_fp8", "deepseek_v3_bf16")
 
@@ -112,3 +119,19 @@ def test_key_value_heads_must_divide_or_be_divided(qwen3_30b_a3b):
 def test_scales_are_stored_below_sixteen_bits_only(bits):
     scales = weight_element_bytes(bits) - bits / 8
     assert scales == pytest.approx(4 / 128**2 if bits < 16 else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "bits"),
+    [
+        (builders.gpt_oss_120b(), 16),
+        (builders.qwen3_30b_a3b(), 16),
+        (builders.qwen3_30b_a3b_fp8(), 8),
+        (builders.qwen3_30b_a3b(expert_bytes_per_weight=0.5625, linear_bytes_per_weight=1.0, quant_method="gptq"), 8),
+    ],
+    ids=["experts-alone", "unquantised", "fp8-blocks", "other-bits"],
+)
+def test_the_bits_of_the_linears_are_those_that_the_checkpoint_stores(model, bits):
+    assert stored_linear_bits(model) == pytest.approx(bits, abs=0.003)
+    parts = weight_parts(model, linear_bits=stored_linear_bits(model))
+    assert parts.linears == pytest.approx(weight_parts(model).linears, rel=1e-4)

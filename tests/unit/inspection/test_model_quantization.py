@@ -25,23 +25,34 @@ def compressed(bits: int, **group: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scheme", "method", "bits"),
     [
-        (GPTQ, "gptq", 4),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", 4),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, "awq", 4),
+        (GPTQ, "gptq", 4 + 20 / 128),
+        (GPTQ | {"group_size": 32}, "gptq", 4 + 20 / 32),
+        (GPTQ | {"group_size": -1}, "gptq", 4),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "awq", 4 + 20 / 64),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, "awq", 4 + 20 / 128),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8),
-        ({"quant_method": "mxfp4"}, "mxfp4", 4),
+        ({"quant_method": "mxfp4"}, "mxfp4", 4.25),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", 4),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "bitsandbytes", 8),
         ({"quant_method": "experts_int8"}, "experts_int8", 8),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", 8),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", 4),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, "modelopt", 4.25),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, "quark", 4),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+         "quark", 4.25),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "torchao", 8),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "auto-round", 4),
-        (compressed(4), "compressed-tensors", 4),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "auto-round", 4 + 20 / 128),
+        (compressed(4), "compressed-tensors", 4.5),
+        (compressed(4, weights={"num_bits": 4, "type": "int", "group_size": 128, "symmetric": True}),
+         "compressed-tensors", 4 + 16 / 128),
+        (compressed(4, weights={"num_bits": 4, "type": "int", "group_size": 64, "symmetric": False}),
+         "compressed-tensors", 4 + 20 / 64),
+        (compressed(4, weights={"num_bits": 4, "type": "float", "group_size": 32}) | {"format": "mxfp4-pack-quantized"},
+         "compressed-tensors", 4.25),
         (compressed(8, targets=["Linear"]), "compressed-tensors", 8),
     ],
-)
+)  # fmt: skip
 def test_a_schemes_method_and_bits_are_told_whatever_its_form(
     scheme: dict[str, Any], method: str, bits: float, load_config: Load, inspect_config: Inspect
 ) -> None:
@@ -95,6 +106,8 @@ def fp8_group(**weights: Any) -> dict[str, Any]:
         (fp8_group(strategy="group", group_size=32, scale_dtype="torch.uint8"), "other", None),
         (compressed(8), "other", None),
         (compressed(4), "other", None),
+        ({"quant_method": "mxfp4"}, "mxfp4", None),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}, "other", None),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", None),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "other", None),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "other", None),
@@ -126,7 +139,7 @@ def test_expert_format_where_nothing_is_quantised_or_experts_have_a_type_of_thei
     load_config: Load, inspect_config: Inspect
 ) -> None:
     assert inspect_config(load_config("qwen3_moe")).expert_format == "dtype"
-    assert inspect_config(load_config("deepseek_v4")).expert_format == "other", "FP4 experts in an FP8 checkpoint"
+    assert inspect_config(load_config("deepseek_v4")).expert_format == "mxfp4", "in an FP8 checkpoint"
     assert inspect_config(load_config("llama")).expert_format == "none"
 
 
@@ -137,12 +150,12 @@ def test_a_scheme_beside_the_nested_model_is_found(load_config: Load, inspect_co
 def test_a_scheme_inside_the_nested_model_is_found(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen3_vl_moe")
     config["text_config"]["quantization_config"] = compressed(4)
-    assert inspect_config(config).weight_bits == 4
+    assert inspect_config(config).weight_bits == 4.5
 
 
 def test_a_scheme_in_a_file_of_its_own_is_found(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": MODELOPT})
-    assert (spec.quant_method, spec.weight_bits) == ("modelopt", 4)
+    assert (spec.quant_method, spec.weight_bits) == ("modelopt", 4.5)
 
 
 def test_a_file_that_names_no_algorithm_quantises_nothing(load_config: Load, inspect_config: Inspect) -> None:
@@ -159,8 +172,8 @@ def test_experts_may_have_a_type_of_their_own_beside_the_scheme(load_config: Loa
     config = load_config("deepseek_v4")
     assert config["expert_dtype"] == "fp4"
     spec = inspect_config(config)
-    assert (spec.quant_method, spec.weight_bits) == ("fp8", 4)
-    assert spec.expert_weight_bytes == pytest.approx(spec.expert_params / 2, rel=0.001)
+    assert (spec.quant_method, spec.weight_bits) == ("fp8", 4.25)
+    assert spec.expert_weight_bytes == pytest.approx(spec.expert_params * 4.25 / 8, rel=1e-9)
 
 
 def test_layers_on_the_ignore_list_keep_their_dtype(load_config: Load, inspect_config: Inspect) -> None:
@@ -168,9 +181,9 @@ def test_layers_on_the_ignore_list_keep_their_dtype(load_config: Load, inspect_c
     everything = inspect_config({**config, "quantization_config": compressed(4)})
     attention = {**compressed(4), "ignore": ["re:.*self_attn.*", "lm_head"]}
     some = inspect_config({**config, "quantization_config": attention})
-    # 12 bits more for each attention weight, less the scale of 2.5 bytes for each group of 32.
+    # 12 bits more for each attention weight, less the scale of 2 bytes for each group of 32.
     more = some.weight_bytes - everything.weight_bytes
-    assert more == pytest.approx(everything.attention_params * (1.5 - 2.5 / 32), rel=1e-6)
+    assert more == pytest.approx(everything.attention_params * (1.5 - 2 / 32), rel=1e-6)
 
 
 def test_an_ignored_layer_alone_keeps_its_dtype(load_config: Load, inspect_config: Inspect) -> None:
@@ -190,7 +203,7 @@ def test_gate_on_the_ignore_list_is_not_the_gate_projection(load_config: Load, i
 
 def test_where_only_experts_are_quantised_the_rest_keeps_its_dtype(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("gpt_oss"))
-    assert (spec.quant_method, spec.weight_bits) == ("mxfp4", 4)
+    assert (spec.quant_method, spec.weight_bits) == ("mxfp4", 4.25)
     assert spec.expert_weight_bytes == pytest.approx(spec.expert_params * (0.5 + 1 / 32), rel=1e-6)
     assert spec.weight_bytes - spec.expert_weight_bytes == pytest.approx(
         2 * (spec.total_params - spec.expert_params), rel=1e-6

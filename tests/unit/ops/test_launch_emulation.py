@@ -154,6 +154,16 @@ def test_mxfp4_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
         assert_close(case, out)
 
 
+# gpt-oss: 2880 = 45 x 64 = 22.5 x 128, 1440 on each of two GPUs; top-4 of 32, biases, the clamped activation.
+@pytest.mark.parametrize(("hidden", "width"), [(192, 192), (192, 96), (160, 224)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_mxfp4_of_gpt_oss_whatever_its_sizes_are_multiples_of(emulator: Emulator, tokens, hidden, width):
+    case = make_case(tokens, 4, 32, hidden, width, mxfp4=True, activation="swigluoai", bias=True)
+    direct, grouped = _both_mxfp4(emulator, case)
+    assert_close(case, direct)
+    assert_close(case, grouped)
+
+
 @pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567])
 def test_every_code_of_mxfp4_becomes_its_value_at_every_scale(emulator: Emulator, codes):
     signed = [sign * value for sign in (1, -1) for value in E2M1_VALUES]

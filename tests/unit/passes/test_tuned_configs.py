@@ -296,7 +296,7 @@ def test_where_experts_do_not_divide_the_first_gpus_have_one_more(vllm):
         (
             gpt_oss_120b(),
             gpus("h100_sxm"),
-            "found mxfp4, 4 bits",
+            "found mxfp4, 4.25 bits",
         ),
     ],
     ids=["cpu", "mxfp4"],

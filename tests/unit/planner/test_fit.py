@@ -157,7 +157,6 @@ def test_a_machine_of_which_nothing_is_known_is_unsupported():
 
 def test_planning_gpt_oss_on_one_h100():
     plan = make_plan(request(gpt_oss_120b(), gpus("h100_sxm", 1)))
-    assert plan.decision("flash_dmoe").reason.endswith("found mxfp4, 4 bits")
     assert plan.memory.kv_tokens > 100_000
 
 

@@ -31,7 +31,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             for each in plan.decisions
         )
         session = PluginSession(run_dir=tmp_path, plan=plan.replace(decisions=decisions))
-        classes = kernel_choice._offered_classes(session, lambda: type("Ours", (), {}), ())
+        classes = kernel_choice.offered_classes(session, lambda: type("Ours", (), {}), ())
         return bool(classes), session.proof.passes[EXPERTS_PASS].why_not
 
     return ask
