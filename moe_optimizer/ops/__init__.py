@@ -1,4 +1,4 @@
-"""The operations of a Mixture-of-Experts layer, and attention over pages, compiled where they can be, in plain torch where not.
+"""The operations of a Mixture-of-Experts layer, and attention over pages: compiled where they can be, else plain torch.
 
 Importing this package imports no torch; using a name of it does.
 """

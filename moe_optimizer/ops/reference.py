@@ -90,9 +90,7 @@ def fused_experts(
     return out.to(x.dtype)
 
 
-def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, context_lengths: Tensor
-) -> Tensor:
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, context_lengths: Tensor) -> Tensor:
     """Return the attention of one query per sequence over its pages; arguments as in `ops.paged_attention`.
 
     With k and v the first context_lengths[s] rows of the blocks in block_tables[s], and h' = h // (H / K):
