@@ -44,7 +44,7 @@ def make_inputs(
             held = min(block_size, length - column * block_size)
             cache[:, block, :held] = torch.randn(2, held, kv_heads, size).to(dtype)
     q = torch.randn(len(lengths), query_heads, size).to(dtype)
-    return AttentionInputs(q, *cache, tables, torch.tensor(lengths, dtype=torch.int64))
+    return AttentionInputs(q, cache[0], cache[1], tables, torch.tensor(lengths, dtype=torch.int64))
 
 
 def on_isa(inputs: AttentionInputs, isa: str = "") -> Tensor:

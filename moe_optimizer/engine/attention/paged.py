@@ -11,5 +11,6 @@ class PagedAttention(SdpaAttention):
     """One call of `ops.paged_attention` for all decodes of a step."""
 
     def decode(self, q_DHd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch, out_DHd: Tensor) -> None:
-        tables, lengths = (each[: len(q_DHd)] for each in (batch.block_tables_SN, batch.context_lengths_S))
-        ops.paged_attention(q_DHd, *cache_2BSKd, tables, lengths, out=out_DHd)
+        (keys, values), count = cache_2BSKd, len(q_DHd)
+        tables, lengths = batch.block_tables_SN[:count], batch.context_lengths_S[:count]
+        ops.paged_attention(q_DHd, keys, values, tables, lengths, out=out_DHd)
