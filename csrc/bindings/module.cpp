@@ -8,6 +8,7 @@
 #include "bindings/from_python.h"
 #include "moeopt/fused_experts.h"
 #include "moeopt/router.h"
+#include "paged_attention.h"
 #include "sparse_experts.h"
 #if defined(MOEOPT_CUDA)
 #include "launch/cuda_kernels.h"
@@ -83,6 +84,23 @@ void topk_router(const py::dict& router, const py::dict& call) {
   topk_router_cpu(rule, args);
 }
 
+// Throws ValueError if a context or a block is outside of what there is.
+void paged_attention(const py::dict& call, const std::string& isa_name) {
+  const auto args = from_python<PagedAttentionArgs>("call", call);
+  const Isa isa = parse_isa(isa_name);
+  PageError error{};
+  {
+    py::gil_scoped_release release;
+    if (paged_attention_cpu(args, isa, &error)) return;
+  }
+  const std::string sequence = " for sequence " + std::to_string(error.sequence) + ", expected ";
+  throw py::value_error(
+      error.length
+          ? "context_lengths: got " + std::to_string(error.got) + sequence + "0 to " + std::to_string(error.limit)
+          : "block_tables: got block " + std::to_string(error.got) + sequence + "one of " +
+                std::to_string(error.limit));
+}
+
 #if defined(MOEOPT_CUDA)
 // `buffer`: of the workspace; 0 where only its size is asked for. ValueError: the variant does not cover the problem.
 py::dict layout(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
@@ -114,6 +132,7 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("topk_ids"));
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));
+  module.def("paged_attention", &paged_attention, py::arg("call"), py::arg("isa") = "");
 #if defined(MOEOPT_CUDA)
   module.def("cuda_layout", &layout, "What a call launches, and the bytes of its workspace.");
   module.def("cuda_run", &run, "Enqueues a call on a stream.");

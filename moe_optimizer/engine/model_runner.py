@@ -139,6 +139,7 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
     model.requires_grad_(requires_grad=False)
     model.to(config.device)
     load_weights(model, config.folder, config.args.load_format, seed=config.args.seed)
+    model.head.pack()
     for module in model.modules():
         if isinstance(module, Experts) and config.args.quantization == "fp8":
             module.to_fp8()

@@ -1,4 +1,4 @@
-"""The operations of a Mixture-of-Experts layer, compiled where they can be, in plain torch where not.
+"""The operations of a Mixture-of-Experts layer, and attention over pages: compiled where they can be, else plain torch.
 
 Importing this package imports no torch; using a name of it does.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moe_optimizer.ops.fused_experts import fused_experts as fused_experts
     from moe_optimizer.ops.fused_experts import why_reference as why_reference
     from moe_optimizer.ops.huge_pages import use_huge_pages as use_huge_pages
+    from moe_optimizer.ops.paged_attention import paged_attention as paged_attention
     from moe_optimizer.ops.sparse_experts import sparse_experts as sparse_experts
 
 _HOME = {
@@ -24,6 +25,7 @@ _HOME = {
     "flash_dmoe": "flash_dmoe",
     "fused_experts": "fused_experts",
     "kernels_available": "_load",
+    "paged_attention": "paged_attention",
     "sparse_experts": "sparse_experts",
     "use_huge_pages": "huge_pages",
     "why_reference": "fused_experts",

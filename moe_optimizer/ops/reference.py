@@ -90,6 +90,38 @@ def fused_experts(
     return out.to(x.dtype)
 
 
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, context_lengths: Tensor) -> Tensor:
+    """Return the attention of one query per sequence over its pages; arguments as in `ops.paged_attention`.
+
+    With k and v the first context_lengths[s] rows of the blocks in block_tables[s], and h' = h // (H / K):
+
+        out[s, h] = softmax(q[s, h] . k[:, h'] / sqrt(d)) @ v[:, h']
+
+    Computed in float32, rounded once to the dtype of q; 0 where the context is empty.
+
+    Raises:
+        TensorContractError: a context is longer than its table, or a block is outside the cache.
+    """
+    out, (num_blocks, block_size, kv_heads, size) = torch.zeros_like(q), keys.shape
+    for row, length in enumerate(context_lengths.tolist()):
+        if not 0 <= length <= block_tables.shape[1] * block_size:
+            limit = block_tables.shape[1] * block_size
+            raise TensorContractError(
+                f"paged_attention: context_lengths: got {length} for sequence {row}, expected 0 to {limit}"
+            )
+        blocks = block_tables[row, : -(-length // block_size)].long()
+        for block in blocks[(blocks < 0) | (blocks >= num_blocks)].tolist():
+            raise TensorContractError(
+                f"paged_attention: block_tables: got block {block} for sequence {row}, expected one of {num_blocks}"
+            )
+        k_LKd, v_LKd = (each[blocks].flatten(0, 1)[:length].float() for each in (keys, values))
+        q_KRd = q[row].float().unflatten(0, (kv_heads, -1))
+        weights_KRL = (torch.einsum("krd,lkd->krl", q_KRd, k_LKd) * size**-0.5).softmax(-1)
+        if length:
+            out[row] = torch.einsum("krl,lkd->krd", weights_KRL, v_LKd).flatten(0, 1).to(q.dtype)
+    return out
+
+
 def _below(ids: Tensor, limit: int, name: str) -> Tensor:
     if ids.numel() and int(ids.max()) >= limit:
         raise TensorContractError(

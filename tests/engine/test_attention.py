@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.attention.backend import AttentionBackend, make_backend
+from moe_optimizer.engine.attention.paged import PagedAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.ops import _load, kernels_available
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which comes with torch for CUDA"
+)
+NEEDS_KERNELS = pytest.mark.skipif(
+    DEVICE.type != "cpu" or not kernels_available()[0], reason="needs a CPU and the compiled kernels"
 )
 # (tokens of the step, tokens computed before it): one token is a decode, decodes come first.
 STEPS = {
@@ -33,7 +38,8 @@ HEADS = [(4, 2, 16), (6, 1, 24), (4, 4, 80), (3, 1, 32)]
 
 
 def make_backends() -> list[Any]:
-    return [pytest.param("sdpa"), pytest.param("sdpa_padded"), pytest.param("triton", marks=NEEDS_TRITON)]
+    paged = pytest.param("paged", marks=NEEDS_KERNELS)
+    return [pytest.param("sdpa"), pytest.param("sdpa_padded"), paged, pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def make_step(spans: list[tuple[int, int]], block_size: int) -> PackedBatch:
@@ -191,7 +197,16 @@ def test_a_backend_that_is_missing_is_a_warning_with_what_it_costs(
     assert cost in caplog.text
 
 
-def test_auto_on_a_cpu_is_sdpa() -> None:
+def test_auto_on_a_cpu_reads_pages_in_place_with_kernels_and_copies_them_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_load, "import_kernels", lambda: (ModuleType("kernels"), ""))
     backend: AttentionBackend = make_backend("auto", torch.device("cpu"), 16)
-    assert isinstance(backend, SdpaAttention)
+    assert isinstance(backend, PagedAttention)
     assert not backend.capturable
+    monkeypatch.setattr(_load, "import_kernels", lambda: (None, "kernels not built"))
+    with caplog.at_level("WARNING"):
+        assert type(make_backend("auto", torch.device("cpu"), 16)) is SdpaAttention
+    assert "kernels not built" in caplog.text
+    with pytest.raises(UnsupportedError, match="kernels not built"):
+        make_backend("paged", torch.device("cpu"), 16)

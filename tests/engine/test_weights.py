@@ -146,3 +146,15 @@ def test_an_index_that_is_none_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(InputError, match=r"index\.json"):
         parameters(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
+def test_logits_come_from_a_copy_for_onednn_in_float32_only(name: str, tiny_model: Callable[..., Path]) -> None:
+    for dtype in ("float32", "bfloat16"):
+        args = EngineArgs(model=str(tiny_model(name)), dtype=dtype, device="cpu", skip_tokenizer_init=True)
+        model = load_model(EngineConfig.resolve(args))
+        assert (model.head.packed is not None) == (dtype == "float32" and torch.backends.mkldnn.is_available())
+        hidden = torch.randn(3, model.config.hidden_size, dtype=model.head.weight.dtype)
+        with torch.inference_mode():
+            got, want = model.logits(hidden).double(), hidden.double() @ model.head.weight.double().T
+        assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.05)

@@ -25,6 +25,10 @@ struct Avx512 {
   static Vec load_fp16(const Float16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static Vec load_bf16(const BFloat16* p) {
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+  }
   // Four sums of lanes: halves, quarters, then pairs.
   static void store_sums(const Vec* v, float* out) {
     __m256 y[kTileRows];

@@ -6,14 +6,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from moe_optimizer import ops
 from moe_optimizer.engine.attention.padded_sdpa import PaddedSdpaAttention
+from moe_optimizer.engine.attention.paged import PagedAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.log import get_logger
 
 logger = get_logger(__name__)
-BackendName = Literal["auto", "flash", "triton", "sdpa", "sdpa_padded"]
+BackendName = Literal["auto", "flash", "triton", "paged", "sdpa", "sdpa_padded"]
 _FLASH_BLOCK = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
 
@@ -43,6 +45,13 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     """
     if name == "sdpa_padded":
         return PaddedSdpaAttention()
+    if name == "paged" or (name == "auto" and device.type == "cpu"):
+        why_not = _why_not_paged(device)
+        if not why_not:
+            return PagedAttention()
+        if name == "paged":
+            raise UnsupportedError(f"attention_backend: got 'paged', and {why_not}", hint="run: bash build.sh")
+        logger.warning("%s: each decode copies the keys and values that it reads", why_not)
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaAttention()
     why_no_flash = _why_no_flash(device, block_size)
@@ -68,6 +77,10 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
         "run without CUDA graphs"
     )
     return SdpaAttention()
+
+
+def _why_not_paged(device: torch.device) -> str:
+    return ops.kernels_available()[1] if device.type == "cpu" else "our kernel for pages runs on CPUs only"
 
 
 def _why_no_flash(device: torch.device, block_size: int) -> str:

@@ -18,14 +18,19 @@ class SdpaAttention:
     def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
         for stored, new in zip(cache_2BSKd.flatten(1, 2), (k_TKd, v_TKd), strict=True):
             stored.index_copy_(0, batch.slots_T, new)
-        out_THd = torch.empty_like(q_THd)
-        for group in batch.decode_groups:
-            out_GHd = self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
-            out_THd.index_copy_(0, group.rows_G, out_GHd)
+        out_THd, count = torch.empty_like(q_THd), batch.num_decodes
+        if count:
+            self.decode(q_THd[:count], cache_2BSKd, batch, out_THd[:count])
         if batch.prefills:
             parts = self.prefill(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
-            torch.cat(parts, out=out_THd[batch.num_decodes :])
+            torch.cat(parts, out=out_THd[count:])
         return out_THd
+
+    def decode(self, q_DHd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch, out_DHd: Tensor) -> None:
+        """Write the output of each decode, whose key and value are stored."""
+        for group in batch.decode_groups:
+            out_GHd = self._decode(q_DHd.index_select(0, group.rows_G), cache_2BSKd, group)
+            out_DHd.index_copy_(0, group.rows_G, out_GHd)
 
     def prefill(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch

@@ -89,6 +89,9 @@ class MergedLinear(Layer):
 class Embedding(Layer):
     """One vector per token of the vocabulary, and as the model's last layer one logit."""
 
+    packed: Tensor | None = None
+    """The weight in oneDNN's order, in which logits take half the time of torch's own product."""
+
     def __init__(self, vocab_size: int, size: int, *, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.ranks, self.sliced = ranks, (0, ranks)
@@ -102,4 +105,11 @@ class Embedding(Layer):
         return self.ranks.sum(F.embedding(local * mine, self.weight) * mine[:, None])
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        return self.ranks.gather(F.linear(x_TH, self.weight))
+        if self.packed is None:
+            return self.ranks.gather(F.linear(x_TH, self.weight))
+        return self.ranks.gather(torch.ops.mkldnn._linear_pointwise(x_TH, self.packed, None, "none", [], ""))
+
+    def pack(self) -> None:
+        """Hold a second copy of the weight for `logits`, where torch has oneDNN and computes here in float32."""
+        if torch.backends.mkldnn.is_available() and self.weight.is_cpu and self.weight.dtype == torch.float32:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)

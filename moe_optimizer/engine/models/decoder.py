@@ -99,7 +99,11 @@ class CausalLM(nn.Module, ABC):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return the logits [T, V] of the tokens behind these."""
-        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TH)
+        return self.head.logits(hidden_TH)
+
+    @property
+    def head(self) -> Embedding:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     def attention_layers(self) -> Iterator[Attention]:
         yield from (module for module in self.modules() if isinstance(module, Attention))

@@ -38,7 +38,7 @@ OPTIMIZATIONS = (
     Optimization(name="chunked_prefill", added={"enable_chunked_prefill": True}),
     Optimization(name="prefix_caching", added={"enable_prefix_caching": True}),
     Optimization(name="fused_moe", added={"fused_moe": True}, rounds=True),
-    Optimization(name="attention backend", added={"attention_backend": "auto"}, rounds=True, needs_gpu=True),
+    Optimization(name="attention backend", added={"attention_backend": "auto"}, rounds=True),
     Optimization(name="gpu_sampler", needs_gpu=True),
     Optimization(name="compile", added={"compile_layers": True}, rounds=True, needs_gpu=True),
     Optimization(name="cuda_graphs", added={"enforce_eager": False}, rounds=True, needs_gpu=True),

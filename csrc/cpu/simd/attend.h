@@ -1,0 +1,225 @@
+// Attention of the query heads that share a key/value head over a span of keys, in FP32.
+//
+//   q [head, d] (x scale) --+-- 4 keys x 2 heads --> scores [head, kTileKeys] -- exp(score - largest) --+
+//   key rows, by page ------+                                                                           |
+//   value rows, by page ------------------------------------- 4 registers of d x 2 heads -- sums [head, d]
+//
+// A tile of keys at a time; a larger score than before shrinks what was summed so far. `Simd` is an instruction set
+// (activation.h). Internal linkage: see number_formats.h.
+#pragma once
+
+#include <math.h>
+
+#include <cstring>
+
+#include "../attention_kernels.h"
+#include "../number_formats.h"
+#include "activation.h"
+
+namespace moeopt {
+namespace {
+
+constexpr int kKeysAtOnce = 4;     // store_sums adds up the lanes of four registers
+constexpr int kHeadsAtOnce = 2;    // 8 sums, 2 queries and a key: they fit 16 registers
+constexpr int kVectorsAtOnce = 4;  // 8 sums, 4 values and 2 weights
+
+template <typename Simd>
+typename Simd::Vec load_as_fp32(const float* p) {
+  return Simd::load(p);
+}
+template <typename Simd>
+typename Simd::Vec load_as_fp32(const BFloat16* p) {
+  return Simd::load_bf16(p);
+}
+template <typename Simd>
+typename Simd::Vec load_as_fp32(const Float16* p) {
+  return Simd::load_fp16(p);
+}
+
+// The first `count` of a register, zeros behind them.
+template <typename Simd, typename T>
+typename Simd::Vec load_part(const T* p, int64_t count) {
+  T part[Simd::kLanes] = {};
+  std::memcpy(part, p, count * sizeof(T));
+  return load_as_fp32<Simd>(part);
+}
+
+// Where the keys of a tile lie, as elements from the beginning of the cache. Filled up with the last one.
+struct TileRows {
+  int64_t offset[kTileKeys];
+  int64_t count;
+
+  TileRows(const PagedAttentionArgs& args, const KeySpan& span, int64_t first) {
+    const int32_t* table = args.block_tables + span.sequence * args.table_stride;
+    count = span.end - first < kTileKeys ? span.end - first : kTileKeys;
+    int64_t block = first / args.block_size, place = first % args.block_size;
+    for (int64_t n = 0; n < count; ++n) {
+      offset[n] = ((table[block] * args.block_size + place) * args.num_kv_heads + span.kv_head) * args.head_size;
+      if (++place == args.block_size) ++block, place = 0;
+    }
+    for (int64_t n = count; n % kKeysAtOnce; ++n) offset[n] = offset[count - 1];
+  }
+};
+
+// scores[i, n] = q[i] . key n, for kHeads heads. Rows of q are `padded` apart, zeros behind d.
+template <typename Simd, typename T, int kHeads>
+void score(const float* q, int64_t padded, const T* keys, const TileRows& rows, int64_t d, float* scores) {
+  using Vec = typename Simd::Vec;
+  const int64_t whole = d / Simd::kLanes * Simd::kLanes;
+  for (int64_t n = 0; n < rows.count; n += kKeysAtOnce) {
+    const T* key[kKeysAtOnce];
+    for (int j = 0; j < kKeysAtOnce; ++j) key[j] = keys + rows.offset[n + j];
+    Vec sums[kHeads][kKeysAtOnce];
+    for (int i = 0; i < kHeads; ++i) {
+      for (int j = 0; j < kKeysAtOnce; ++j) sums[i][j] = Simd::set1(0.0f);
+    }
+    const auto add = [&](int64_t k, auto load) {
+      Vec query[kHeads];
+      for (int i = 0; i < kHeads; ++i) query[i] = Simd::load(q + i * padded + k);
+      for (int j = 0; j < kKeysAtOnce; ++j) {
+        const Vec values = load(key[j] + k);
+        for (int i = 0; i < kHeads; ++i) sums[i][j] = Simd::fmadd(query[i], values, sums[i][j]);
+      }
+    };
+    for (int64_t k = 0; k < whole; k += Simd::kLanes) add(k, [](const T* p) { return load_as_fp32<Simd>(p); });
+    if (whole < d) add(whole, [&](const T* p) { return load_part<Simd>(p, d - whole); });
+    for (int i = 0; i < kHeads; ++i) Simd::store_sums(sums[i], scores + i * kTileKeys + n);
+  }
+}
+
+// sums[i, column..] = sums * shrink[i] + weights[i] . values, for kHeads heads and kVectors registers of columns.
+// `columns`: how many of them exist, which may be fewer with one register.
+template <typename Simd, typename T, int kHeads, int kVectors>
+void weigh(const float* weights, const float* shrink, const T* values, const TileRows& rows, int64_t columns,
+           int64_t padded, float* sums) {
+  using Vec = typename Simd::Vec;
+  constexpr int64_t kLanes = Simd::kLanes;
+  const bool whole = columns >= kVectors * kLanes;
+  Vec sum[kHeads][kVectors];
+  for (int i = 0; i < kHeads; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = Simd::load(sums + i * padded + v * kLanes) * Simd::set1(shrink[i]);
+    }
+  }
+  const auto add = [&](auto load) {
+    for (int64_t n = 0; n < rows.count; ++n) {
+      Vec value[kVectors];
+      for (int v = 0; v < kVectors; ++v) value[v] = load(values + rows.offset[n] + v * kLanes);
+      for (int i = 0; i < kHeads; ++i) {
+        const Vec weight = Simd::set1(weights[i * kTileKeys + n]);
+        for (int v = 0; v < kVectors; ++v) sum[i][v] = Simd::fmadd(weight, value[v], sum[i][v]);
+      }
+    }
+  };
+  if (whole) {
+    add([](const T* p) { return load_as_fp32<Simd>(p); });
+  } else {
+    add([&](const T* p) { return load_part<Simd>(p, columns); });
+  }
+  for (int i = 0; i < kHeads; ++i) {
+    for (int v = 0; v < kVectors; ++v) Simd::store(sums + i * padded + v * kLanes, sum[i][v]);
+  }
+}
+
+// Turns the scores of a head into weights. Returns the factor of what was summed before.
+template <typename Simd>
+float soften(float* scores, int64_t count, float* largest, float* total) {
+  using Vec = typename Simd::Vec;
+  constexpr int64_t kLanes = Simd::kLanes;
+  for (int64_t n = count; n % kLanes; ++n) scores[n] = -INFINITY;
+  Vec most = Simd::set1(*largest);
+  for (int64_t n = 0; n < count; n += kLanes) most = Simd::max(Simd::load(scores + n), most);
+  float lanes[kLanes];
+  Simd::store(lanes, most);
+  float now = lanes[0];
+  for (int64_t n = 1; n < kLanes; ++n) now = lanes[n] > now ? lanes[n] : now;
+  const Vec shift = Simd::set1(now);
+  Vec sums = Simd::set1(0.0f);
+  for (int64_t n = 0; n < count; n += kLanes) {
+    const Vec weight = exponential<Simd>(Simd::load(scores + n) - shift);
+    Simd::store(scores + n, weight);
+    sums = sums + weight;
+  }
+  Simd::store(lanes, sums);
+  float sum = 0.0f;
+  for (int64_t n = 0; n < kLanes; ++n) sum += lanes[n];
+  const float shrink = *total == 0.0f ? 0.0f : expf(*largest - now);
+  *total = *total * shrink + sum;
+  *largest = now;
+  return shrink;
+}
+
+// Heads [0, kHeads) of a tile.
+template <typename Simd, typename T, int kHeads>
+void attend_tile(const PagedAttentionArgs& args, const TileRows& rows, const float* q, int64_t padded, float* scores,
+                 float* largest, float* total, float* sums) {
+  const int64_t d = args.head_size;
+  const T* values = static_cast<const T*>(args.values);
+  score<Simd, T, kHeads>(q, padded, static_cast<const T*>(args.keys), rows, d, scores);
+  float shrink[kHeads];
+  for (int i = 0; i < kHeads; ++i) {
+    shrink[i] = soften<Simd>(scores + i * kTileKeys, rows.count, largest + i, total + i);
+  }
+  constexpr int64_t kWide = kVectorsAtOnce * Simd::kLanes;
+  int64_t column = 0;
+  for (; column + kWide <= d; column += kWide) {
+    weigh<Simd, T, kHeads, kVectorsAtOnce>(scores, shrink, values + column, rows, kWide, padded, sums + column);
+  }
+  for (; column < d; column += Simd::kLanes) {
+    weigh<Simd, T, kHeads, 1>(scores, shrink, values + column, rows, d - column, padded, sums + column);
+  }
+}
+
+// `scratch`: as long as paged_attention.cpp's scratch_floats says.
+template <typename Simd, typename T>
+void attend(const PagedAttentionArgs& args, const KeySpan& span, float* scratch, float* partials) {
+  const int64_t d = args.head_size, heads = args.num_heads / args.num_kv_heads;
+  const int64_t padded = (d + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes;
+  float* const scores = scratch;
+  float* const q = scores + kHeadsAtOnce * kTileKeys;
+  float* const sums = q + heads * padded;
+  float* const largest = sums + heads * padded;
+  float* const total = largest + heads;
+  std::memset(scratch, 0, (total + heads - scratch) * sizeof(float));
+  for (int64_t i = 0; i < heads; ++i) {
+    const T* row = static_cast<const T*>(args.q) + span.sequence * args.q_stride +
+                   (span.kv_head * heads + i) * args.q_head_stride;
+    for (int64_t k = 0; k < d; ++k) q[i * padded + k] = to_float(row[k]) * args.scale;
+    largest[i] = -INFINITY;
+  }
+  for (int64_t first = span.begin; first < span.end; first += kTileKeys) {
+    const TileRows rows(args, span, first);
+    int64_t i = 0;
+    for (; i + kHeadsAtOnce <= heads; i += kHeadsAtOnce) {
+      attend_tile<Simd, T, kHeadsAtOnce>(args, rows, q + i * padded, padded, scores, largest + i, total + i,
+                                         sums + i * padded);
+    }
+    for (; i < heads; ++i) {
+      attend_tile<Simd, T, 1>(args, rows, q + i * padded, padded, scores, largest + i, total + i, sums + i * padded);
+    }
+  }
+  for (int64_t i = 0; i < heads; ++i) {
+    float* partial = partials + i * partial_stride(args);
+    partial[0] = largest[i];
+    partial[1] = total[i];
+    std::memcpy(partial + 2, sums + i * padded, d * sizeof(float));
+  }
+}
+
+template <typename Simd, typename T>
+constexpr AttentionKernels kAttention = {Simd::kLanes, attend<Simd, T>};
+
+template <typename Simd>
+const AttentionKernels* attention_kernels(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return &kAttention<Simd, float>;
+    case DType::kBFloat16: return &kAttention<Simd, BFloat16>;
+    case DType::kFloat16: return &kAttention<Simd, Float16>;
+    case DType::kFloat8E4M3:
+    case DType::kFloat4E2M1: return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace moeopt
