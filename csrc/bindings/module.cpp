@@ -94,11 +94,10 @@ void paged_attention(const py::dict& call, const std::string& isa_name) {
     if (paged_attention_cpu(args, isa, &error)) return;
   }
   const std::string sequence = " for sequence " + std::to_string(error.sequence) + ", expected ";
-  throw py::value_error(
-      error.length
-          ? "context_lengths: got " + std::to_string(error.got) + sequence + "0 to " + std::to_string(error.limit)
-          : "block_tables: got block " + std::to_string(error.got) + sequence + "one of " +
-                std::to_string(error.limit));
+  throw py::value_error(error.length ? "context_lengths: got " + std::to_string(error.got) + sequence + "0 to " +
+                                           std::to_string(error.limit)
+                                     : "block_tables: got block " + std::to_string(error.got) + sequence + "one of " +
+                                           std::to_string(error.limit));
 }
 
 #if defined(MOEOPT_CUDA)

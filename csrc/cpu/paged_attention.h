@@ -12,11 +12,11 @@ namespace moeopt {
 struct PagedAttentionArgs {
   int64_t num_sequences, num_heads, num_kv_heads, head_size;
   int64_t num_blocks, block_size;
-  DType dtype;             // of q, keys, values and out
-  const void* q;           // [sequences, heads, head_size]
-  const void* keys;        // contiguous [blocks, block_size, kv_heads, head_size]
-  const void* values;      // the same
-  void* out;               // [sequences, heads, head_size]
+  DType dtype;         // of q, keys, values and out
+  const void* q;       // [sequences, heads, head_size]
+  const void* keys;    // contiguous [blocks, block_size, kv_heads, head_size]
+  const void* values;  // the same
+  void* out;           // [sequences, heads, head_size]
   int64_t q_stride, q_head_stride, out_stride, out_head_stride;
   const int32_t* block_tables;  // [sequences, table_width]
   int64_t table_width, table_stride;

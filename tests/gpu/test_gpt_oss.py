@@ -1,57 +1,44 @@
-"""A checkpoint as gpt-oss's on a GPU: experts in MXFP4 as stored, by our CUDA kernels, beside vLLM's own."""
+"""A checkpoint as gpt-oss's on a GPU: experts in MXFP4 as stored, by our CUDA kernels, against transformers in FP32.
+
+Not against vLLM's own kernels: with the sizes of this checkpoint, Triton's of vLLM 0.26 gave another model's logits.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+import torch
 
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.proof.record import Proof, read_proofs
+from moe_optimizer.proof.record import read_proofs
 from tests.gpt_oss_checkpoint import EXPERTS, HIDDEN, LAYERS, WIDTH, write_gpt_oss
 from tests.gpu.plans import gpu_plan
-from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
+from tests.vllm.conftest import READY_TIMEOUT_S, ask
+from tests.vllm.test_gpt_oss import BOUND, logits_off, prompts
 
 pytestmark = pytest.mark.gpu
 
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", "16")
-BOUND = 0.2
-"""Of nine tenths of the logits, whose standard deviation is 4: each side is within half of it of FP32 on the CPU."""
-
-
-def served(model: Path, run_dir: Path, wish: Wish, *arguments: str) -> tuple[tuple[Answer, ...], tuple[Proof, ...]]:
-    required = frozenset({"flash_dmoe"} if wish is Wish.ON else ())
-    plan = gpu_plan(
-        "--no-enable-prefix-caching", "--logprobs-mode", "raw_logits", *arguments, model=model,
-        wishes={"flash_dmoe": (wish, "test")}, required=required, max_model_len=520, batch_size=16,
-    )  # fmt: skip
-    with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-        answers = ask(info.base_url)
-    # Written a last time when the server ended: with what the requests ran.
-    return answers, tuple(read_proofs(run_dir))
-
-
-def logits_apart(ours: tuple[Answer, ...], stock: tuple[Answer, ...]) -> list[float]:
-    """Return the differences of the best logits while the tokens before are the same."""
-    apart = []
-    for one, other in zip(ours, stock, strict=True):
-        for mine, theirs, *tokens in zip(one.best_two, other.best_two, one.tokens, other.tokens, strict=True):
-            apart += [abs(mine[token] - theirs[token]) for token in set(mine) & set(theirs)]
-            if len(set(tokens)) > 1:
-                break
-    return sorted(apart)
 
 
 @pytest.mark.parametrize("arguments", [CAPTURE, ("--enforce-eager",)], ids=["cuda-graphs", "eager"])
-def test_our_kernels_read_the_checkpoint_as_it_is_and_agree_with_vllms(arguments, tmp_path, monkeypatch):
+def test_our_kernels_read_the_checkpoint_as_it_is(arguments, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    model = write_gpt_oss(tmp_path / "model")
-    stock, _ = served(model, tmp_path / "stock", Wish.OFF, *arguments)
-    answers, proofs = served(model, tmp_path / "ours", Wish.ON, *arguments)
-    apart = logits_apart(answers, stock)
-    assert len(apart) >= 40, "hardly any token in common"
-    assert apart[9 * len(apart) // 10] < BOUND, apart
+    plan = gpu_plan(
+        "--no-enable-prefix-caching", "--logprobs-mode", "raw_logits", *arguments,
+        model=write_gpt_oss(tmp_path / "model"), wishes={"flash_dmoe": (Wish.ON, "test")},
+        required=frozenset({"flash_dmoe"}), max_model_len=520, batch_size=16,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
+        answers = ask(info.base_url, prompts())
+    dense = write_gpt_oss(tmp_path / "dense", dequantized=True)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
+    assert logits_off(answers, model) < BOUND
+    # Written a last time when the server ended: with what the requests ran.
+    proofs = read_proofs(run_dir)
     entry = next(each.passes["flash_dmoe"] for each in proofs if each.passes["flash_dmoe"].layers)
     assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
     assert entry.canary.startswith("passed")
