@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,24 @@ def always_ours(kernel_hash: str, vllm: str, *, num_experts: int = EXPERTS, of: 
         driver="",
         rows=tuple(rows),
         source="a test",
+    )
+
+
+def always_ours_in_fp8(kind: str, kernel_hash: str, vllm: str) -> KernelSpeeds:
+    """Return a table in which a kernel of ours wins everywhere; vLLM by itself would take another backend than Triton.
+
+    Args:
+        kind: of the scales: "block", "channel" or "tensor".
+        kernel_hash: of our kernels.
+        vllm: its version.
+    """
+    rows = []
+    for tokens in (1, 8, 64, 1024):
+        sizes = MoeSizes(num_tokens=tokens, num_experts=EXPERTS, weight_bits=8, **_SIZES)
+        names = {str(each): 10.0 for each in candidate_variants(sizes)}
+        rows.append(TokenSpeeds(tokens=tokens, stock_us=100.0, ours_us=names, peers_us={"deep_gemm": 100.0}))
+    return dataclasses.replace(
+        always_ours(kernel_hash, vllm), weights=f"fp8_{kind}", rows=tuple(rows), backend="deep_gemm"
     )
 
 
