@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.env import EXPERT_SERIES
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
@@ -51,7 +52,10 @@ def proven(info: ServerInfo, name: str) -> PassProof:
     return holder.passes[name]
 
 
-def test_online_fp8_serves_within_the_bound_and_its_tokens_are_counted(tmp_path: Path, fp32_perplexity: float) -> None:
+def test_online_fp8_serves_within_the_bound_and_its_tokens_are_counted(
+    tmp_path: Path, fp32_perplexity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXPERT_SERIES, "1")
     plan = plan_with({"fp8": {"mode": "on"}}, ("fp8", "expert_load"))
     with running(plan, run_dir=tmp_path, ready_timeout_s=READY_TIMEOUT_S) as info:
         measured = heldout_perplexity(info)

@@ -36,7 +36,7 @@ def test_every_backend_for_such_weights_is_timed_or_has_a_reason(weights: str, a
         kernel_hash="",
         vllm="",
     )
-    request = SpeedRequest(device="cuda", questions=(question,), seconds=60.0)
+    request = SpeedRequest(device="cuda", questions=(question,), seconds=200.0)
     measure_speeds(request, on_step=lambda *_: None, cache=tmp_path)
     (path,) = tmp_path.glob("*.json")
     (table,) = read_tables(path)

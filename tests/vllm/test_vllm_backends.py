@@ -84,3 +84,39 @@ def test_one_that_fails_has_its_reason_and_one_that_ended_the_process_is_not_tri
     Peers([layer], left, lambda: None)
     assert not tried
     assert "ended" in left.unavailable["portable"]
+
+
+def test_one_that_fails_at_more_tokens_is_in_no_row(layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_optimizer.measure.kernel_speeds import peers, timing, vllm_backends
+
+    monkeypatch.setattr(vllm_backends, "backends_for", portable)
+    monkeypatch.setattr(peers, "peers_in_the_race", lambda names, *_: tuple(names))
+    during = list[dict[str, str]]()
+
+    def fails_at_eight(calls: timing.Calls, device: str) -> timing.Sampler:
+        found = [each() for each in next(iter(calls.values()))]
+        assert found[0].shape[0] < 8, "more tokens than there is room for"
+        return timing.sampler_of(calls, device)
+
+    monkeypatch.setattr(peers, "sampler_of", fails_at_eight)
+    compared, measured = peers.Compared(), rows()
+    peers.Peers([layer], compared, lambda: during.append(dict(compared.unavailable))).compare(
+        measured, lambda: True, float("inf")
+    )
+    assert "more tokens than there is room for" in compared.unavailable["portable"]
+    assert [dict(row.peers_us) for row in measured.values()] == [{}, {}]
+    assert compared.backend == "cpu"
+    # A process that ends instead leaves this:
+    assert any(peers.has_ended(each.get("portable", "")) and "8 tokens" in each["portable"] for each in during)
+
+
+def test_one_that_is_left_out_after_its_first_sample_has_that_time(
+    layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.measure.kernel_speeds import peers, timing, vllm_backends
+
+    monkeypatch.setattr(vllm_backends, "backends_for", portable)
+    monkeypatch.setattr(timing, "without_losers", lambda times: tuple(name for name in times if name != "portable"))
+    measured = rows()
+    peers.Peers([layer], peers.Compared(), lambda: None).compare(measured, lambda: True, float("inf"))
+    assert measured[1].peers_us["portable"] > 0

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
+from moe_optimizer.measure.kernel_speeds.schedule import LARGEST_SIZE
 from moe_optimizer.ops.reference import SCALE_BLOCK
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion
 
@@ -75,7 +76,18 @@ class MeasuredLayer:
             routing_method=RoutingMethodType.Renormalize,
             moe_parallel_config=_split(self.shape),
             in_dtype=self.dtype,
+            # Of a step: some of vLLM's kernels hold buffers for as many.
+            max_num_tokens=LARGEST_SIZE,
         )
+
+    def synchronize(self) -> None:
+        """Wait for what was called.
+
+        Raises:
+            Exception: torch's, where a kernel failed.
+        """
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def _normal(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
         values = torch.empty(*shape, dtype=self.dtype, device=self.device)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenSpeeds
 
-_FIRST = {"cuda": (1, 8192, 64, 512, 8), "cpu": (1, 256, 16, 4, 64)}
+LARGEST_SIZE = 8192
+"""Tokens of the largest step that is measured."""
+_FIRST = {"cuda": (1, LARGEST_SIZE, 64, 512, 8), "cpu": (1, 256, 16, 4, 64)}
 """From both ends: a decode step of one request, a step full of prompts, then the batches between."""
 _SIZES = tuple(2**power for power in range(14))
 """What a gap is filled with on GPUs."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.inspection.kernel_speeds import measured_dir, read_tables, write_tables
 from moe_optimizer.log import get_logger
 from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
+from moe_optimizer.measure.kernel_speeds.peers import has_ended
 from moe_optimizer.measure.kernel_speeds.worker_environment import worker_environment
 from moe_optimizer.measure.process import MeasurementError, OnStep, run_measurement
 from moe_optimizer.plan.json_codec import encode
@@ -37,7 +39,7 @@ def measure_speeds(
     """Measure in a process of its own and keep one file per question, in the place of an earlier one.
 
     What an earlier measurement left unfinished is gone on with. What is measured when this one is interrupted, or its
-    process ends early, is kept.
+    process ends early, is kept. Where a backend of vLLM's ended it, it goes on at once without that one.
 
     Args:
         request: what to measure; its `started` and `tables` are set here.
@@ -50,6 +52,30 @@ def measure_speeds(
         MoeOptimizerError: there are no tables; the message says why.
     """
     folder = measured_dir() if cache is None else cache
+    deadline = time.monotonic() + request.seconds
+    while True:
+        ended_before = _ended(folder, request.questions)
+        error = _measure_once(
+            replace(request, seconds=deadline - time.monotonic()), folder, on_step, module, start_up_s
+        )
+        if error is None:
+            return
+        ended = _ended(folder, request.questions) - ended_before
+        if not ended or time.monotonic() > deadline:
+            logger.warning("the measurement of kernels ended early, the next start goes on with it: %s", error)
+            return
+        logger.warning("vLLM's %s ended the measurement, which goes on without it: %s", " and ".join(ended), error)
+
+
+def _measure_once(
+    request: SpeedRequest, folder: Path, on_step: OnStep, module: str, start_up_s: float
+) -> MeasurementError | None:
+    """Measure until the process ends; return why it ended early, and None where it did not.
+
+    Raises:
+        MoeOptimizerError: there are no tables.
+    """
+    failed = None
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-speeds-") as name:
         tables = Path(name) / "tables.json"
         try:
@@ -64,12 +90,18 @@ def measure_speeds(
         except MeasurementError as error:
             if not tables.exists():
                 raise
-            logger.warning("the measurement of kernels ended early, the next start goes on with it: %s", error)
+            failed = error
         finally:
             if tables.exists():
                 _keep(tables, folder)
         if not tables.exists():
             raise MoeOptimizerError("the measurement ended without a table")
+    return failed
+
+
+def _ended(folder: Path, questions: tuple[SpeedQuestion, ...]) -> set[str]:
+    """Return vLLM's backends that ended a measurement of these questions."""
+    return {name for table in _kept(folder, questions) for name, why in table.unavailable.items() if has_ended(why)}
 
 
 def _keep(tables: Path, folder: Path) -> None:
@@ -80,14 +112,20 @@ def _keep(tables: Path, folder: Path) -> None:
         raise MoeOptimizerError(str(error)) from None
 
 
-def _started(folder: Path, questions: tuple[SpeedQuestion, ...]) -> tuple[KernelSpeeds, ...]:
-    """Return the tables that an earlier measurement of these questions left unfinished."""
-    started: list[KernelSpeeds] = []
+def _kept(folder: Path, questions: tuple[SpeedQuestion, ...]) -> list[KernelSpeeds]:
+    tables: list[KernelSpeeds] = []
     for question in questions:
         # A file that is missing or broken: there is nothing to go on with.
         with contextlib.suppress(InputError):
-            started += read_tables(folder / f"{table_name(question)}.json")
-    return tuple(table for table in started if table.unfinished or not (table.backend or table.disturbed))
+            tables += read_tables(folder / f"{table_name(question)}.json")
+    return tables
+
+
+def _started(folder: Path, questions: tuple[SpeedQuestion, ...]) -> tuple[KernelSpeeds, ...]:
+    """Return the tables that an earlier measurement of these questions left unfinished."""
+    return tuple(
+        table for table in _kept(folder, questions) if table.unfinished or not (table.backend or table.disturbed)
+    )
 
 
 def table_name(table: SpeedQuestion) -> str:

@@ -25,31 +25,38 @@ class Timed:
     """Times of one layer at one number of tokens."""
 
     times_us: Mapping[str, float]
+    first_us: Mapping[str, float]
+    """First sample of each kernel, also of those that were left out after it."""
     spread: float
     """Distance of the quartiles of vLLM's kernel, as a share of its median."""
 
 
 def timed(calls: Calls, device: str, deadline: float) -> Timed:
     """Return the time of a call by each kernel that is not clearly slower than others."""
-    if device == "cuda":
-        return repeated(cuda_sampler(calls), tuple(calls), deadline, statistics.median)
     # What else runs on a processor only ever adds to a time.
-    return repeated(cpu_sampler(calls), tuple(calls), deadline, min)
+    summary = statistics.median if device == "cuda" else min
+    return repeated(sampler_of(calls, device), tuple(calls), deadline, summary)
+
+
+def sampler_of(calls: Calls, device: str) -> Sampler:
+    """Return what times the kernels on a device; each has run once then."""
+    return cuda_sampler(calls) if device == "cuda" else cpu_sampler(calls)
 
 
 def repeated(
     sampler: Sampler, names: Sequence[str], deadline: float, summary: Callable[[Sequence[float]], float]
 ) -> Timed:
     """Sample each kernel in turns until the deadline, but at least a few times, and summarise its samples."""
-    samples = {name: [sampler(name)] for name in names}
-    samples = {name: samples[name] for name in without_losers({name: first for name, (first,) in samples.items()})}
+    first = {name: sampler(name) for name in names}
+    samples = {name: [first[name]] for name in without_losers(first)}
     for repetition in range(1, _REPETITIONS):
         if repetition >= _FEWEST and time.monotonic() > deadline:
             break
         for name, each in samples.items():
             each.append(sampler(name))
     low, median, high = statistics.quantiles(samples[STOCK], n=4)
-    return Timed({name: round(summary(each), 3) for name, each in samples.items()}, (high - low) / median)
+    times = {name: round(summary(each), 3) for name, each in samples.items()}
+    return Timed(times, first, (high - low) / median)
 
 
 def cpu_sampler(calls: Calls) -> Sampler:

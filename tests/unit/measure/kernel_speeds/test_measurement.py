@@ -56,7 +56,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def timed(layers: Any, tokens: int, rows: Any, deadline: float) -> Timed:
         clock[0] += 1.0
-        return Timed({STOCK: 100.0, "direct": 50.0}, spread=0.0)
+        return Timed({STOCK: 100.0, "direct": 50.0}, {STOCK: 100.0, "direct": 50.0}, spread=0.0)
 
     monkeypatch.setattr(measurement, "_timed", timed)
     monkeypatch.setattr(measurement, "Peers", StandInPeers)

@@ -134,6 +134,27 @@ def test_what_a_process_measured_before_it_died_is_kept(
     assert "exit 9" in caplog.text
 
 
+PEER = MEASURES.replace("import sys", "import os, sys").replace(
+    "measured_here=True),))",
+    """measured_here=True, unavailable={"cutlass": "it ended the measuring process at 8 tokens"}),))
+    if not request.started:
+        os._exit(9)""",
+)
+
+
+def test_a_backend_that_ends_the_process_is_left_out_and_the_measurement_goes_on(
+    tmp_path: Path, child: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    child(PEER)
+    steps: list[Any] = []
+    run(tmp_path / "cache", steps)
+    assert len(steps) == 2
+    assert "cutlass ended the measurement" in caplog.text
+    child(DIES)
+    run(tmp_path / "again", steps)
+    assert len(steps) == 3
+
+
 def test_the_measuring_process_gets_no_plan(tmp_path: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PROFILE", "balanced")
     child("import os, sys; sys.exit(str([name for name in os.environ if name.startswith('MOE_OPTIMIZER_')]))")
