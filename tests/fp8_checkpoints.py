@@ -37,9 +37,9 @@ class Form:
     """Whether the scales of channels are a vector."""
 
 
-def _compressed_tensors(strategy: str, inputs: str, **weights: Any) -> dict[str, Any]:
+def _compressed_tensors(strategy: str, inputs: str, *, dynamic: bool = True, **weights: Any) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "float", "symmetric": True}
-    activations = number | {"strategy": inputs, "dynamic": True}
+    activations = number | {"strategy": inputs, "dynamic": dynamic}
     if inputs == "group":
         activations["group_size"] = _BLOCK
     group = {
@@ -80,7 +80,12 @@ FORMS: Mapping[str, Form] = {
     "fp8 tensor": Form("tensor", _FP8),
     "compressed-tensors block": Form("block", _compressed_tensors("block", "group", block_structure=[_BLOCK, _BLOCK])),
     "compressed-tensors channel": Form("channel", _compressed_tensors("channel", "token")),
-    "compressed-tensors tensor": Form("tensor", _compressed_tensors("tensor", "tensor")),
+    "compressed-tensors tensor": Form(
+        # vLLM takes scales of activations that are found per tensor for scales per block, and then has no kernel.
+        "tensor",
+        _compressed_tensors("tensor", "tensor", dynamic=False),
+        static=True,
+    ),
     "modelopt tensor": Form(
         "tensor", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", *_KEPT]}, static=True
     ),

@@ -42,4 +42,4 @@ def test_a_checkpoint_is_served_by_our_kernels_within_the_bound(name: str, tmp_p
     assert all(layer.calls and layer.self_check_error is not None for layer in entry.layers)
     assert measured < reference_perplexity() * MAX_PERPLEXITY_RATIO
     if form.scales == "block" and torch.cuda.get_device_capability() == (9, 0):
-        assert "VLLM_USE_DEEP_GEMM_E8M0=0" in rows["fp8"].ran
+        assert "VLLM_USE_DEEP_GEMM_E8M0=0" in rows["fp8"].why_not
