@@ -78,7 +78,6 @@ class Comparison:
         Raises:
             InputError: there is no such layer.
         """
-        self.ours.head.pack()  # its copy in oneDNN's order: of the weight as it is now
         layers = self.ours.model.layers
         if layer is not None and not 0 <= layer < len(layers):
             raise InputError(f"--layer: got {layer}, expected 0 to {len(layers) - 1}")

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +159,31 @@ def test_logits_come_from_a_copy_for_onednn_in_float32_only(name: str, tiny_mode
         with torch.inference_mode():
             got, want = model.logits(hidden).double(), hidden.double() @ model.head.weight.double().T
         assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_logits_are_of_the_weight_as_it_is_now(tiny_model: Callable[..., Path]) -> None:
+    args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
+    model = load_model(EngineConfig.resolve(args))
+    hidden = torch.randn(3, model.config.hidden_size)
+    with torch.inference_mode():
+        before = model.logits(hidden)
+        model.head.weight.mul_(2.0)
+        assert torch.allclose(model.logits(hidden), 2.0 * before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gone", ["_linear_pointwise", "_reorder_linear_weight"])
+def test_a_torch_without_the_product_of_onednn_gives_the_same_logits_and_says_so(
+    gone: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
+    named = {"_linear_pointwise", "_reorder_linear_weight"} - {gone}
+    monkeypatch.setattr(
+        torch.ops, "mkldnn", SimpleNamespace(**{name: getattr(torch.ops.mkldnn, name) for name in named})
+    )
+    model = load_model(EngineConfig.resolve(args))
+    hidden = torch.randn(3, model.config.hidden_size)
+    assert model.head.packed is None
+    assert ("no oneDNN product" in caplog.text) == torch.backends.mkldnn.is_available()
+    with torch.inference_mode():
+        assert torch.equal(model.logits(hidden), torch.nn.functional.linear(hidden, model.head.weight))

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.errors import InputError
+from moe_optimizer.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class Place(NamedTuple):
@@ -91,6 +94,7 @@ class Embedding(Layer):
 
     packed: Tensor | None = None
     """The weight in oneDNN's order, in which logits take half the time of torch's own product."""
+    _packed_version = 0
 
     def __init__(self, vocab_size: int, size: int, *, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -107,9 +111,20 @@ class Embedding(Layer):
     def logits(self, x_TH: Tensor) -> Tensor:
         if self.packed is None:
             return self.ranks.gather(F.linear(x_TH, self.weight))
+        if self.weight._version != self._packed_version:
+            self.pack()
         return self.ranks.gather(torch.ops.mkldnn._linear_pointwise(x_TH, self.packed, None, "none", [], ""))
 
     def pack(self) -> None:
-        """Hold a second copy of the weight for `logits`, where torch has oneDNN and computes here in float32."""
-        if torch.backends.mkldnn.is_available() and self.weight.is_cpu and self.weight.dtype == torch.float32:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
+        """Hold a second copy of the weight for `logits`, where torch has oneDNN and computes here in float32.
+
+        It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
+        """
+        if not (torch.backends.mkldnn.is_available() and self.weight.is_cpu and self.weight.dtype == torch.float32):
+            return
+        # Both are for torch's own compiler: another torch may not have them.
+        if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+            _log.warning("logits take twice the time: torch %s has no oneDNN product as known", torch.__version__)
+            return
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
+        self._packed_version = self.weight._version

@@ -67,7 +67,7 @@ def test_a_changed_weight_is_named_by_its_operation(
     name: str, parameter: str, expected: str, make_comparison: Any
 ) -> None:
     comparison = make_comparison(name)
-    comparison.ours.get_parameter(parameter).data += 0.01
+    comparison.ours.get_parameter(parameter).add_(0.01)
     assert next(step for step in comparison.steps() if not step.same).name == expected
 
 
