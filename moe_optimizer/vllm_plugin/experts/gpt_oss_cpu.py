@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
 from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
+from moe_optimizer.vllm_plugin.experts.gpt_oss_experts import GptOssExperts
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss import stored_biases, stored_weights
 from moe_optimizer.vllm_plugin.session import current_session
 
 
-class MoeOptimizerGptOssCpuExperts(MoeOptimizerCpuExperts):
+class MoeOptimizerGptOssCpuExperts(GptOssExperts, MoeOptimizerCpuExperts):
     """Experts in MXFP4 as stored, with biases and the clamped activation."""
 
     dtypes = (torch.bfloat16,)
@@ -29,15 +28,6 @@ class MoeOptimizerGptOssCpuExperts(MoeOptimizerCpuExperts):
     def w2_bias(self) -> torch.Tensor | None:
         """FP32 [E, H], once the layer is loaded."""
         return self._biases[1]
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key == kMxfp4Static and activation_key is None
-
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        # vLLM's name for gate and up rows in turn, with the factors of gpt-oss.
-        return activation == MoEActivation.SWIGLUOAI
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Do nothing: vLLM calls it before the biases are as the kernel reads them."""

@@ -6,9 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.pass_params import FlashDmoeParams
@@ -17,6 +15,7 @@ from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
+from moe_optimizer.vllm_plugin.experts.gpt_oss_experts import GptOssExperts
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss import stored_biases, stored_weights
@@ -57,7 +56,7 @@ class NothingBeside:
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {_NOTHING_ELSE}", hint=_HINT)
 
 
-class MoeOptimizerGptOssCudaExperts(MoeOptimizerCudaExperts):
+class MoeOptimizerGptOssCudaExperts(GptOssExperts, MoeOptimizerCudaExperts):
     """Experts in MXFP4 as stored, with biases and the clamped activation, at every number of tokens."""
 
     stock_classes: ClassVar[Any] = (NothingBeside,)
@@ -78,15 +77,6 @@ class MoeOptimizerGptOssCudaExperts(MoeOptimizerCudaExperts):
         if ranges[-1].up_to < ANY_NUMBER or any(each.use == STOCK for each in ranges):
             return f"{_NOTHING_ELSE}, and the plan has none of ours for some numbers of tokens"
         return ""
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key == kMxfp4Static and activation_key is None
-
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        # vLLM's name for gate and up rows in turn, with the factors of gpt-oss.
-        return activation == MoEActivation.SWIGLUOAI
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
