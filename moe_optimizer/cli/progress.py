@@ -17,6 +17,8 @@ _OVER = "\r\x1b[K"
 """Goes to the begin of the terminal's line and empties it."""
 _SAYS_NOTHING_S = 60.0
 """Chosen: what takes a minute needs no estimate, and its first steps give none."""
+_LEAST_DONE = 0.02
+"""Chosen: from less nothing is told."""
 OnStep = Callable[[float, str], None]
 
 
@@ -120,7 +122,7 @@ def _with_time_left(on_step: OnStep) -> OnStep:
         now = time.monotonic()
         first = first or (now, share)
         passed, done = now - first[0], share - first[1]
-        if passed > _SAYS_NOTHING_S and done > 0 and share < 1:
+        if passed > _SAYS_NOTHING_S and done > _LEAST_DONE and share < 1:
             text += f", about {max(1, round(passed * (1 - share) / done / 60))} min left"
         on_step(share, text)
 
