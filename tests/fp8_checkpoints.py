@@ -94,14 +94,14 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-def write_fp8_checkpoint(form: Form, folder: Path) -> Path:
-    """Write the bundled model in a form, and return its folder."""
-    shutil.copytree(TINY_MOE, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "*.md"))
-    config = json.loads((TINY_MOE / "config.json").read_text(encoding="utf-8"))
+def write_fp8_checkpoint(form: Form, folder: Path, *, source: Path = TINY_MOE) -> Path:
+    """Write the bundled model, or one of the same sizes, in a form, and return its folder."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "*.md"))
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = dict(form.config)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(TINY_MOE / "model.safetensors").items():
+    for name, tensor in load_file(source / "model.safetensors").items():
         if ".experts." not in name:
             tensors[name] = tensor
             continue

@@ -20,6 +20,7 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.proof.record import read_proofs
 from tests.builders import profile_with
 from tests.eventually import eventually
+from tests.fp8_checkpoints import FORMS, write_fp8_checkpoint
 from tests.free_ports import free_port
 from tests.gpu.plans import always_ours, always_ours_in_fp8, gpu_plan
 from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE
@@ -33,6 +34,8 @@ PASS = "flash_dmoe"
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", "16")
 FORMATS = {"plain": ((), 1.002), "fp8": (("fp8",), 1.02), "four_bit": (("four-bit",), 1.2)}
 """Format -> passes that are wished, and the perplexity that it may have against FP32."""
+STORED = ("fp8 tensor", "compressed-tensors channel")
+"""FP8 checkpoints whose scales the kernels read from copies of their own, or as they are."""
 SPOILED = 3.0
 """Of the perplexity, at least, with the experts that the server starts with."""
 
@@ -159,7 +162,39 @@ def test_after_an_update_a_sleep_or_both_the_model_is_the_new_one(
         server.reload(TINY_MOE)
         server.wake("kv_cache")
         server.assert_right("after a reload")
-    entries = [proof.passes[PASS] for proof in read_proofs(tmp_path) if PASS in proof.passes]
+    assert_ours_ran(tmp_path)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_checkpoint_in_fp8_is_reloaded_with_its_scales(
+    name: str, spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    form = FORMS[name]
+    right = write_fp8_checkpoint(form, tmp_path / "right")
+    plan = gpu_plan(
+        "--enable-sleep-mode", "--no-enable-prefix-caching", *CAPTURE,
+        speeds=lambda kernels, vllm: always_ours_in_fp8(form.scales, kernels, vllm),
+        model=write_fp8_checkpoint(form, tmp_path / "spoiled", source=spoiled), max_model_len=520, batch_size=16,
+    )  # fmt: skip
+    with running(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S) as info:
+        server = Server(info, 1.02)
+        server.assert_spoiled()
+        server.reload(right)
+        server.assert_right("after a reload")
+        server.post("sleep?level=1")
+        server.wake()
+        server.assert_right("after waking up")
+        server.post("sleep?level=2")
+        server.wake("weights")
+        server.reload(right)
+        server.wake("kv_cache")
+        server.assert_right("after a reload")
+    assert_ours_ran(tmp_path / "run")
+
+
+def assert_ours_ran(run_dir: Path) -> None:
+    entries = [proof.passes[PASS] for proof in read_proofs(run_dir) if PASS in proof.passes]
     (entry,) = [each for each in entries if each.layers]
     assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
     assert all(layer.calls for layer in entry.layers)
