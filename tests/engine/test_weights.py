@@ -172,18 +172,30 @@ def test_logits_are_of_the_weight_as_it_is_now(tiny_model: Callable[..., Path]) 
         assert torch.allclose(model.logits(hidden), 2.0 * before, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gone", ["_linear_pointwise", "_reorder_linear_weight"])
+def _other_form(*_: Any) -> Any:
+    raise TypeError("expected other arguments")
+
+
+@pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])
+@pytest.mark.parametrize("there", [None, _other_form], ids=["gone", "of another form"])
 def test_a_torch_without_the_product_of_onednn_gives_the_same_logits_and_says_so(
-    gone: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    name: str, there: Any, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
-    named = {"_linear_pointwise", "_reorder_linear_weight"} - {gone}
-    monkeypatch.setattr(
-        torch.ops, "mkldnn", SimpleNamespace(**{name: getattr(torch.ops.mkldnn, name) for name in named})
-    )
+    ops = {each: getattr(torch.ops.mkldnn, each) for each in ("_linear_pointwise", "_reorder_linear_weight")}
+    ops = {each: op for each, op in (ops | {name: there}).items() if op is not None}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**ops))
     model = load_model(EngineConfig.resolve(args))
     hidden = torch.randn(3, model.config.hidden_size)
     assert model.head.packed is None
     assert ("no oneDNN product" in caplog.text) == torch.backends.mkldnn.is_available()
     with torch.inference_mode():
         assert torch.equal(model.logits(hidden), torch.nn.functional.linear(hidden, model.head.weight))
+
+
+def test_a_weight_that_is_no_longer_in_float32_has_no_copy(tiny_model: Callable[..., Path]) -> None:
+    args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
+    model = load_model(EngineConfig.resolve(args)).bfloat16()
+    model.head.pack()
+    assert model.head.packed is None

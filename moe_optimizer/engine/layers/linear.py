@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, described
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
@@ -113,18 +113,27 @@ class Embedding(Layer):
             return self.ranks.gather(F.linear(x_TH, self.weight))
         if self.weight._version != self._packed_version:
             self.pack()
-        return self.ranks.gather(torch.ops.mkldnn._linear_pointwise(x_TH, self.packed, None, "none", [], ""))
+            return self.logits(x_TH)
+        return self.ranks.gather(_onednn_product(x_TH, self.packed))
 
     def pack(self) -> None:
         """Hold a second copy of the weight for `logits`, where torch has oneDNN and computes here in float32.
 
         It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
         """
+        self.packed = None
         if not (torch.backends.mkldnn.is_available() and self.weight.is_cpu and self.weight.dtype == torch.float32):
             return
-        # Both are for torch's own compiler: another torch may not have them.
-        if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
-            _log.warning("logits take twice the time: torch %s has no oneDNN product as known", torch.__version__)
+        try:
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
+            _onednn_product(self.weight.data[:1], packed)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            # Both are for torch's own compiler: another torch may not have them, or in another form.
+            _log.warning("logits take twice the time: torch %s has no oneDNN product as known: %s",
+                         torch.__version__, described(error))  # fmt: skip
             return
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
-        self._packed_version = self.weight._version
+        self.packed, self._packed_version = packed, self.weight._version
+
+
+def _onednn_product(x_TH: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TH, packed, None, "none", [], "")
