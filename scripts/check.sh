@@ -3,7 +3,7 @@
 #
 #   scripts/check.sh          all of it
 #   scripts/check.sh lint     without the tests
-#   scripts/check.sh quick    without the tests that start vLLM
+#   scripts/check.sh quick    without the tests that start vLLM and those marked `thorough`, and with fewer random examples
 #   scripts/check.sh soak     only what takes hours: mixed load, starts, kills, changed configurations, tuning
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,6 +27,13 @@ step pyrefly check
 # The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Three workers for
 # the two cores of a small CI machine: a third uses the seconds in which one waits for its processes. A worker that is
 # done takes tests from another: else those of the launcher, which wait most, are the last of one worker alone.
-step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm
-[ "$what" = quick ] && exit 0
+# The quick check leaves out what is slow and rarely breaks, and says so.
+selected=()
+[ "$what" = quick ] && selected=(-m "not thorough" --hypothesis-profile quick)
+step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm "${selected[@]}"
+if [ "$what" = quick ]; then
+  printf '\ncheck: quick left out tests/vllm, the tests marked "thorough" and random examples (tests/examples.py); %s\n' \
+    "scripts/check.sh runs all"
+  exit 0
+fi
 step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder tests/vllm

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.examples import QUICK
+
 # Test workers, servers and whatever else runs share the cores. OpenMP threads that spin while they wait for each other
 # would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
 # Set before anything loads OpenMP, and inherited by every process that a test starts.
@@ -29,6 +31,7 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 
 # A busy machine takes longer for an example than hypothesis' 200 ms.
 settings.register_profile("any machine", deadline=None)
+settings.register_profile(QUICK, deadline=None)
 settings.load_profile("any machine")
 
 _NEEDS_VLLM = Path(__file__).resolve().parent / "vllm"

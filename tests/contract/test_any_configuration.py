@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.cli.main import main
+from tests.examples import examples
 
 COMMON = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -131,7 +132,9 @@ def run_on(config: bytes, command: list[str]) -> tuple[int, str]:
 INSPECT, PLAN = ["inspect"], ["plan", "--hardware", "h200", "--gpus", "8"]
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(changed=changed_configs())
 def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(changed: bytes) -> None:
     code, printed = run_on(changed, INSPECT)
@@ -142,7 +145,9 @@ def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(chan
         assert model["is_moe"] == (model["num_experts"] > 0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(changed=changed_configs())
 def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
     code, printed = run_on(changed, PLAN)
@@ -150,7 +155,7 @@ def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
         json.loads(printed)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(content=NO_CONFIGS)
 def test_what_is_no_configuration_is_refused(content: bytes) -> None:
     assert run_on(content, INSPECT)[0] != OK

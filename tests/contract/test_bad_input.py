@@ -286,6 +286,7 @@ def test_the_embedded_engine_refuses_an_optimization_of_vllm(tmp_path: Path, run
     refused(run_command, tmp_path, arguments, "--enable-fp8", "embedded", codes=(BAD_INPUT,))
 
 
+@pytest.mark.thorough
 def test_the_embedded_engine_refuses_an_argument_that_only_vllm_has(tmp_path: Path, run_command: Any) -> None:
     arguments = ["--model", str(TINY_MOE), "--engine", "embedded", "--", "--enforce-eagr"]
     refused(run_command, tmp_path, arguments, "--enforce-eagr", codes=(BAD_INPUT,), fresh=True)

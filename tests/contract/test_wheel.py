@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The first test has the kernels compiled, which takes minutes on a busy machine: once for each change of csrc, because
 # the objects are kept.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

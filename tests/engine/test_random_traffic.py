@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from moe_optimizer.engine.llm_engine import LLMEngine
 from tests.engine.paper_engine import assert_as_expected, paper_engine, params
+from tests.examples import examples
 
 SOAK_STEPS = 100_000
 
@@ -97,7 +98,7 @@ class TrafficMachine(RuleBasedStateMachine):
             self.traffic.drain()
 
 
-TrafficMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TrafficMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 TestTraffic = TrafficMachine.TestCase
 
 

@@ -41,6 +41,7 @@ def test_a_switch_changes_no_output(name: str, plain: list[list[int]]) -> None:
     assert outputs(**SWITCHES[name]) == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_compiling_makes_one_graph_for_all_layers_and_changes_no_output(plain: list[list[int]]) -> None:
     from torch._dynamo.utils import counters

@@ -13,8 +13,10 @@ import pytest
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
 from moe_optimizer.measure.ablation import run
+from moe_optimizer.measure.ablation.climb import ClimbRequest, climb
 from moe_optimizer.measure.ablation.rungs import OPTIMIZATIONS
 from moe_optimizer.measure.process import run_measurement
+from moe_optimizer.plan.json_codec import decode, encode
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MOE = str(ROOT / "examples" / "tiny-moe")
@@ -22,15 +24,20 @@ ABLATE = ["bench", TINY_MOE, "--engine", "embedded", "--ablate"]
 
 
 def of_few_requests(module: str, request: dict[str, Any], **named: Any) -> Any:
+    """The first rung in a process as the command starts it, the others in this one, which imports the engine once."""
     small = dataclasses.replace(request["settings"], num_requests=2, naive_requests=1, output_len=(2, 3))
-    return run_measurement(module, {**request, "settings": small}, **named)
+    asked = {**request, "settings": small}
+    if request["rung"] == 0:
+        return run_measurement(module, asked, **named)
+    return encode(climb(decode(ClimbRequest, encode(asked), origin="request"), named["on_step"]))
 
 
+@pytest.mark.thorough
 def test_the_rungs_are_printed_as_published(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    # A rung is a process that imports the engine: two say what all say, and a few requests what many say.
+    # Two rungs say what all say, and a few requests what many say.
     monkeypatch.setattr(run, "OPTIMIZATIONS", OPTIMIZATIONS[:2])
     monkeypatch.setattr(run, "run_measurement", of_few_requests)
     assert main([*ABLATE, "--dtype", "float32", "--repetitions", "2", "--json"]) == ExitCode.OK

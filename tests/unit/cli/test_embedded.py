@@ -92,6 +92,7 @@ def asked_for_four_tokens(base_url: str) -> int:
         return json.load(reply)["usage"]["completion_tokens"]
 
 
+@pytest.mark.thorough
 def test_serve_answers_and_ends_with_exit_code_0(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "run_optimizer.py"), *arguments(free_port(), tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 from moe_optimizer.errors import InputError
 from moe_optimizer.placement import imbalance, moves, node_traffic, place_experts, rank_loads
 from moe_optimizer.placement.balance import groups_on_nodes, replica_counts
+from tests.examples import examples
 from tests.unit.placement.deepseek import default_placement
 
 
@@ -77,7 +78,7 @@ def assert_as_even_as_default(placement, load, num_ranks, num_replicas, num_node
     assert (our_largest <= their_largest * (1 + 1e-12)).all(), f"{our_largest} against {their_largest}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems(), st.data())
 def test_valid_and_as_even_as_default_on_every_load_with_a_previous_placement_and_without(problem, data):
     load, *numbers = problem

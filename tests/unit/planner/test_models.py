@@ -11,6 +11,7 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, dense_model, gpus, request, shaped_model, tiny_moe
+from tests.examples import examples
 from tests.unit.planner.refusal import refused
 
 
@@ -73,7 +74,7 @@ MACHINES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     model=MODELS,
     machine=MACHINES,
