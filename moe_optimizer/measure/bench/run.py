@@ -14,6 +14,7 @@ from importlib import metadata
 from moe_optimizer import __version__
 from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.bench.pace import Pace
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
 from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
@@ -27,8 +28,6 @@ from moe_optimizer.plan.plan import Plan
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
-_START_SHARE = 0.25
-"""Chosen: of the time of servers that are started and loaded, for progress alone."""
 _ATTEMPTS = 3
 """Chosen: at a round. What the first needed is in the caches for the second."""
 
@@ -40,7 +39,7 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
 
     Args:
         request: what to measure.
-        on_step: takes the share that is done and what comes next.
+        on_step: takes the share of the time of this call that is over, and what comes next.
 
     Raises:
         InputError: the folder has other samples, or a server takes no requests as long as the workload's.
@@ -70,9 +69,10 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSid
     """
     request.claim_folder()
     plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
-    for number, start in enumerate(plan):
-        if not _is_measured(request, start):
-            _measure(request, start, _part(on_step, number, len(plan)))
+    todo = [start for start in plan if not _is_measured(request, start)]
+    pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
+    for start in todo:
+        _measure(request, start, pace, on_step)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
@@ -81,23 +81,27 @@ def _is_measured(request: BenchRequest, start: Start) -> bool:
     return all(path.exists() for path in (*files, *(start_path(request.folder, key) for key in start.keys)))
 
 
-def _measure(request: BenchRequest, start: Start, on_step: OnStep) -> None:
+def _missing(request: BenchRequest, turns: Sequence[Turn]) -> list[Turn]:
+    return [turn for turn in turns if not request.samples_path(turn).exists()]
+
+
+def _kinds(turns: Sequence[Turn]) -> list[str]:
+    return [str(turn.load) for turn in turns]
+
+
+def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep) -> None:
     """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
     names = " and ".join(request.sides[side].name for side in start.sides)
-    on_step(0.0, f"starting {names}")
+    on_step(pace.begin(Pace.START), f"starting {names}")
     with contextlib.ExitStack() as stack:
         up = {
             side: stack.enter_context(_opened(request, side, key))
             for side, key in zip(start.sides, start.keys, strict=True)
         }
-        _send(request, start.turns, up, lambda share, text: on_step(_START_SHARE + (1 - _START_SHARE) * share, text))
+        _send(request, start.turns, up, pace, on_step)
         for side, key in zip(start.sides, start.keys, strict=True):
             up[side].check_alive(request.sides[side].name)
             write_atomically(start_path(request.folder, key), up[side].facts().to_json())
-
-
-def _part(on_step: OnStep, number: int, parts: int) -> OnStep:
-    return lambda share, text: on_step((number + share) / parts, text)
 
 
 @contextlib.contextmanager
@@ -109,7 +113,9 @@ def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]
         yield server
 
 
-def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], on_step: OnStep) -> None:
+def _send(
+    request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], pace: Pace, on_step: OnStep
+) -> None:
     """Send rounds to servers that are up, those again in which something compiled.
 
     Raises:
@@ -117,7 +123,13 @@ def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, Running
     """
     spoiled: list[Turn] = []
     for _ in range(_ATTEMPTS):
-        _send_missing(request, turns, up, on_step)
+        kinds = _kinds(_missing(request, turns))
+
+        def show(share: float, text: str, kinds: Sequence[str] = kinds) -> None:
+            on_step(pace.begin(kinds[round(share * len(kinds))]), text)
+
+        _send_missing(request, turns, up, show)
+        pace.end()
         spoiled = [turn for turn in turns if turn.counted and read_samples(request.samples_path(turn)).compilations]
         if not spoiled:
             return

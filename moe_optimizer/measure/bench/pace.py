@@ -1,0 +1,55 @@
+"""Tells how far a run is by time: from how long its parts took so far, not from how many of them are over."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+
+class Pace:
+    """The parts of a run that are still to do, and how long those took that are over.
+
+    A start of a server and a round of requests take times that have nothing to do with each other, and neither have
+    rounds of different loads. A kind of which none is over is taken to last as long as the mean of the other rounds.
+
+    Args:
+        kinds: of all parts that are to do, one for each part.
+    """
+
+    START = "start"
+    """The kind of a part that starts servers."""
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._left = Counter(kinds)
+        self._took: defaultdict[str, list[float]] = defaultdict(list)
+        self._began = self._since = time.monotonic()
+        self._running = ""
+
+    def begin(self, kind: str) -> float:
+        """End the part that runs, begin one of this kind, and return the share of the run's time that is over."""
+        self.end()
+        self._left[kind] = max(0, self._left[kind] - 1)
+        self._running = kind
+        return self._share()
+
+    def end(self) -> None:
+        """End the part that runs, if any."""
+        now = time.monotonic()
+        if self._running:
+            self._took[self._running].append(now - self._since)
+        self._running, self._since = "", now
+
+    def _share(self) -> float:
+        """Return 0 before a round is over: nothing is known of the others."""
+        rounds = [seconds for kind, each in self._took.items() if kind != self.START for seconds in each]
+        if not rounds:
+            return 0.0
+        left = self._lasts(self._running, rounds)
+        left += sum(number * self._lasts(kind, rounds) for kind, number in self._left.items())
+        spent = self._since - self._began
+        return spent / (spent + left) if left else 1.0
+
+    def _lasts(self, kind: str, rounds: list[float]) -> float:
+        known = self._took.get(kind) or rounds
+        return sum(known) / len(known)
