@@ -99,7 +99,7 @@ class _Search:
             ended = "budget"
             reason = "the budget did not last for it"
             if not self._trials:
-                reason += ": give it a larger --budget, or fewer --clients or --repetitions"
+                reason += ": give it a larger --budget, or less of --clients, --requests-per-client or --repetitions"
             self._note("unfinished", self._under_way, kept=False, reason=reason)
         except (KeyboardInterrupt, SystemExit):
             ended = "interrupted"
