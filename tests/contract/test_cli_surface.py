@@ -45,7 +45,8 @@ SURFACE = {
     "plan": COMMON | PLAN | AIM | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {
         "--plan", "--against", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
-        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--resume", "--ready-timeout", "--calibrate", "--html", "--ablate",
+        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--resume", "--ready-timeout", "--calibrate", "--html",
+        "--ablate",
     },
     "compare": COMMON | {"A", "B", "--allow-different"},
     "report": COMMON | {"SOURCE...", "--html"},
