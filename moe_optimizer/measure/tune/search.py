@@ -88,6 +88,8 @@ class _Search:
         self._under_way = ""
         """What is being measured."""
         self._last_failure = ""
+        self._counted: set[tuple[str, ...]] = set()
+        """Measurements whose time a line of the ledger has."""
 
     def run(self) -> Found:
         """Take all steps; each can be the last."""
@@ -377,6 +379,9 @@ class _Search:
         outcome = self._journal.measured(kind, what, measure)
         self._under_way = ""
         self._last_failure = outcome.failed or self._last_failure
+        if (kind, *what) in self._counted:
+            return dataclasses.replace(outcome, seconds=0.0)
+        self._counted.add((kind, *what))
         return outcome
 
 
