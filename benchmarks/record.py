@@ -40,14 +40,17 @@ def packages(*names: str) -> dict[str, str]:
 
 
 def checkout(named: str | None = None) -> dict[str, object]:
-    """Return commit and dirty flag (files git does not track do not count), both None where git cannot tell.
+    """Return commit and dirty flag, both None where git cannot tell.
+
+    Files that git does not track, and records, do not make a checkout dirty.
 
     Args:
         named: the commit, for a checkout that came without its .git; "+dirty" at the end when it is.
     """
     if named is not None:
         return {"commit": named.removesuffix("+dirty"), "dirty": named.endswith("+dirty")}
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    sources = ("--", ".", ":(exclude)benchmarks/records")
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no", *sources)
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 

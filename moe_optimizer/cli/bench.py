@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from moe_optimizer.cli.measuring_options import BenchOptions, TrafficOptions
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.cli.run_folder import run_folder
 from moe_optimizer.cli.sides import first_name, sides_of
 from moe_optimizer.errors import InputError
 
@@ -35,7 +35,7 @@ def command(options: BenchOptions) -> messages.Output:
     Starts the servers one after the other, or side by side where both fit, and sends both the same requests in turns.
     A difference is only claimed where the interval shows one. A failed request ends the run without a result.
     Arguments after -- go to vllm serve, on both sides; beside a plan's file they are refused.
-    With --run-dir, a stopped run goes on where it was.
+    With --resume, a stopped run goes on where it was.
     With --engine embedded --ablate: from a naive loop up, one optimization of that engine at a time.
     """
     if options.ablate or options.engine == ENGINE:
@@ -50,7 +50,7 @@ def command(options: BenchOptions) -> messages.Output:
         check_report_path(Path(options.html))
     request = _request(options, lines)
     lines.release()
-    with progress_bar("bench", lines=lines) as show:
+    with progress_bar("bench", lines=lines, folder=request.folder) as show:
         result = run_bench(request, on_step=show)
     notes = () if options.html is None else (write_report([request.folder], Path(options.html)),)
     if request.texts is None and any("speculation" in side.passes for side in request.sides):
@@ -64,7 +64,7 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     from moe_optimizer.measure.bench.side import STOCK
 
     workload, trace = traffic_of(options)
-    folder = Path(options.run_dir or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = run_folder(options.run_dir, "bench", resume=options.resume)
     names = [first_name(options), *([] if options.against == "" else [options.against or STOCK])]
     request = BenchRequest(
         command=("moe-optimizer", *sys.argv[1:]),

@@ -60,6 +60,7 @@ class BenchOptions(TrafficOptions):
     tpot: float | None = option("--tpot", "MS", "Count requests within this time per output token.", seconds)
     tokenizer: str | None = option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
     run_dir: str | None = option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
+    resume: bool = flag("--resume", "Go on with the run in --run-dir, or with the newest in runs/.")
     html: str | None = option("--html", "FILE", "Also write a report: one file, which needs no network.")
     ablate: bool = flag("--ablate", "With --engine embedded: what each of its optimizations is worth.")
 
@@ -86,6 +87,7 @@ class QualityOptions(ServersOptions):
     )
     task_limit: int | None = option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
     run_dir: str | None = option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
+    resume: bool = flag("--resume", "Go on with the run in --run-dir, or with the newest in runs/.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ class TuneOptions(TrafficOptions):
         "--seed", "N", "Of the search among settings.  [default: 0]", whole_number(0, 2**31 - 1), default=0
     )
     run_dir: str | None = option("--run-dir", "DIR", "Folder for plan and ledger.  [default: a new one in runs/]")
+    resume: bool = flag("--resume", "Go on with the run in --run-dir, or with the newest in runs/.")
     tokens: str | None = option(
         "--tokens", "N,N,...", "Of --only triton: numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
     )

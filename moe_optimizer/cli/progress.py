@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.termination import clean_termination
@@ -72,7 +74,7 @@ class ProgressLines:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[OnStep]:
+def progress_bar(title: str, *, lines: ProgressLines | None = None, folder: Path | None = None) -> Iterator[OnStep]:
     """Show on stderr how far the block is: a bar where it is a terminal that takes colours, else a line for each step.
 
     SIGTERM and SIGHUP end the block as Ctrl-C does; the last line says that it was interrupted.
@@ -81,6 +83,7 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
         title: stands before the bar.
         lines: takes the lines; they are released once something was done, since what ends the command then is no
             refusal. None: without a terminal nothing is shown.
+        folder: from which an interrupted run goes on; None: it does not.
 
     Yields:
         What takes the share that is done, and what was done last.
@@ -92,7 +95,7 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[
             if share > 0:
                 lines.release()
 
-    with clean_termination(), _interrupts_said(lines):
+    with clean_termination(), _interrupts_said(lines, folder):
         if not messages.use_color(sys.stderr):
             yield _with_time_left(line)
             return
@@ -130,7 +133,7 @@ def _with_time_left(on_step: OnStep) -> OnStep:
 
 
 @contextlib.contextmanager
-def _interrupts_said(lines: ProgressLines | None) -> Iterator[None]:
+def _interrupts_said(lines: ProgressLines | None, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -138,5 +141,6 @@ def _interrupts_said(lines: ProgressLines | None) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if lines is not None:
                 lines.release()
-                lines.line("interrupted")
+                goes_on = "" if folder is None else f"; --resume --run-dir {shlex.quote(str(folder))} goes on"
+                lines.line(f"interrupted{goes_on}")
         raise

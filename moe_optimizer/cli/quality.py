@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.measuring_options import QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.cli.run_folder import run_folder
 from moe_optimizer.cli.sides import FILE, URL, first_name, planned_alike, sides_of
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
@@ -34,7 +34,7 @@ def command(options: QualityOptions) -> messages.Output:
 
     Serves both one after the other and compares their next-token distributions, alone, in batches and in long prompts,
     through the API. Thresholds are the profile's. Exit code 5 if one is not kept; then each pass is measured alone and
-    the one at fault is named. With --run-dir, a stopped run goes on where it was.
+    the one at fault is named. With --resume, a stopped run goes on where it was.
     """
     from moe_optimizer.cli import judgement
     from moe_optimizer.measure.bench.side import STOCK
@@ -44,7 +44,7 @@ def command(options: QualityOptions) -> messages.Output:
     lines = ProgressLines(verbose=options.verbose)
     request = request_of(options, lines)
     lines.release()
-    with progress_bar("quality", lines=lines) as show:
+    with progress_bar("quality", lines=lines, folder=request.folder) as show:
         result = run_quality(request, on_step=show)
     notes = ()
     if result.reference == STOCK:
@@ -77,7 +77,7 @@ def request_of(options: QualityOptions, lines: ProgressLines, sides: tuple[Side,
     check_tasks(tasks)
     texts = shipped_texts() if options.data is None else text_of(Path(options.data))
     prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
-    folder = Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = run_folder(options.run_dir, "quality", resume=options.resume)
     plan, reference = sides or _sides(options, folder, lines)
     assert plan.plan is not None, "a URL is refused"
     settings = Quality.model_validate_json(json.dumps(plan.plan.profile.get("quality", {}))).model_dump()

@@ -21,7 +21,7 @@ def command(options: TuneOptions) -> messages.Output:
 
     Measures the plan against stock vLLM, each of its passes on and off, then settings of vLLM, all in turns and under
     the same requests. What does not win is off; answers that changed are judged as `quality` does. Writes a plan for
-    run_optimizer.py --plan, and a ledger of what was tried. With --run-dir, a stopped run goes on where it was.
+    run_optimizer.py --plan, and a ledger of what was tried. With --resume, a stopped run goes on where it was.
     Exit code 4 if no plan keeps the limits of --goal. With --only triton: tunes only vLLM's Triton MoE kernel.
     """
     if options.only == ONLY_TRITON:

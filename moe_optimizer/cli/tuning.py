@@ -15,6 +15,7 @@ from moe_optimizer.cli.candidate_plans import CandidatePlans
 from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions, TuneOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.cli.run_folder import run_folder
 from moe_optimizer.cli.tune_triton import tune_triton
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import make_private_folder, read_text, write_atomically
@@ -56,7 +57,7 @@ class Tuning:
     def __init__(self, options: TuneOptions, lines: ProgressLines) -> None:
         self._options, self._lines = options, lines
         self._goal = parse_goal(options.goal or _DEFAULT_GOAL)
-        self._folder = Path(options.run_dir or f"runs/tune-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._folder = run_folder(options.run_dir, "tune", resume=options.resume)
         self._budget_s = options.budget or _DEFAULT_BUDGET_S
         self._template = self._traffic()
         if self._goal.limits.tpot_ms is not None and not self._template.has_token_times:
@@ -92,7 +93,7 @@ class Tuning:
         def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return self._judge(plan, plans.side(STOCK, 1), folder)
 
-        with progress_bar("tune", lines=self._lines) as show:
+        with progress_bar("tune", lines=self._lines, folder=self._folder) as show:
             measure = ServedMeasure(
                 side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
             )

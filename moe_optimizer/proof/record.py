@@ -78,6 +78,12 @@ class LayerProof:
         return 3 * self.num_local_experts * self.intermediate_size * self.hidden_size
 
     @property
+    def stored(self) -> str:
+        """How the weights are stored: "bf16", "fp16" or "fp32" as vLLM loads them, else the format they are held in."""
+        plain = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(self.dtype, self.dtype)
+        return plain if self.weight_format == "plain" else self.weight_format
+
+    @property
     def decoder_layer(self) -> int | None:
         """Index of the decoder layer that it belongs to; None where its name has none."""
         return decoder_layer(self.name)

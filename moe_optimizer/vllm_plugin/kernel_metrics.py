@@ -63,14 +63,26 @@ def _ranges(model: str, planned: Sequence[tuple[str, str, str]], experts: Sequen
         "Which kernel computes the experts of a step of so many tokens; always 1.",
         labels=("model_name", "weights", "tokens", "kernel"),
     )
-    layers = [layer for each in experts for layer in each.layers]
-    found = planned or sorted({
-        (layer.weight_dtype or layer.dtype, "1+", each.kernel)
-        for each in experts if each.kernel for layer in each.layers
-    })  # fmt: skip
-    for labels in found if layers else ():
+    found = sorted({
+        label for each in experts for layer in each.layers for label in _computed_by(layer, each.kernel, planned)
+    }, key=lambda label: (label[0], int(label[1].rstrip("+").partition("-")[0])))  # fmt: skip
+    for labels in found:
         metric.add_metric((model, *labels), 1)
     return metric
+
+
+def _computed_by(
+    layer: LayerProof, kernel: str, planned: Sequence[tuple[str, str, str]]
+) -> Sequence[tuple[str, str, str]]:
+    """Return weights, tokens and kernel of each range of a layer, by how its weights are stored.
+
+    The plan may name other weights: those of a layer that the plan or a wrong kernel keeps as vLLM loaded them.
+    """
+    if not planned:
+        return ((layer.stored, "1+", kernel),) if kernel else ()
+    # FP8 has a name for each of its scales there.
+    ranges = [each for each in planned if each[0] == layer.stored or each[0].startswith(f"{layer.stored}_")]
+    return ranges or ((layer.stored, "1+", STOCK),)
 
 
 def _calls(model: str, experts: Sequence[PassProof]) -> Metric:

@@ -45,17 +45,19 @@ SURFACE = {
     "plan": COMMON | PLAN | AIM | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {
         "--plan", "--against", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
-        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--ready-timeout", "--calibrate", "--html", "--ablate",
+        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--resume", "--ready-timeout", "--calibrate", "--html",
+        "--ablate",
     },
     "compare": COMMON | {"A", "B", "--allow-different"},
     "report": COMMON | {"SOURCE...", "--html"},
     "quality": COMMON | PLAN | {
         "--plan", "--against", "--per-pass", "--data", "--tokens", "--prompts", "--tasks", "--task-limit", "--run-dir",
+        "--resume",
         "--ready-timeout", "--calibrate",
     },
     "tune": COMMON | PLAN | {
         "--goal", "--budget", "--only", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
-        "--seed", "--run-dir", "--ready-timeout", "--calibrate", "--tokens", "--folder",
+        "--seed", "--run-dir", "--resume", "--ready-timeout", "--calibrate", "--tokens", "--folder",
     },
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},

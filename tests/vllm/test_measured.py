@@ -142,7 +142,7 @@ def test_a_right_plan_keeps_every_threshold(servers: tuple[Servers, QualityResul
 
 def test_the_kernel_is_named_with_its_dtype_and_backend(servers: tuple[Servers, QualityResult]) -> None:
     (kernel,) = servers[1].kernels
-    assert kernel.backend == "moe_optimizer cpu"
+    assert (kernel.backend, kernel.dtype) == ("moe_optimizer cpu", "bfloat16")
 
 
 def test_the_table_is_no_wider_than_a_terminal(servers: tuple[Servers, QualityResult]) -> None:

@@ -1,76 +1,58 @@
-"""Tells how far a benchmark is, by what its starts and rounds have taken so far."""
+"""Tells how far a run is by time: from how long its parts took so far, not from how many of them are over."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 _BEGUN = 0.01
-"""Chosen: the share once a server is up and no round is done, from which nothing can be told yet."""
+"""Chosen: the share once servers are up and no round is over."""
 
 
 class Pace:
-    """The share of a benchmark's time that is over.
+    """The parts of a run that are still to do, and how long those took that are over.
+
+    A start of a server and a round of requests take times that have nothing to do with each other, and neither have
+    rounds of different loads. A kind of which none is over is taken to last as long as the mean of the other rounds.
 
     Args:
-        starts: of servers, that are to come.
-        rounds: of requests, that are to come.
-        on_step: takes the share, which never falls, and what comes next.
-        now: the clock, in seconds.
+        kinds: of all parts that are to do, one for each part.
     """
 
-    def __init__(
-        self,
-        *,
-        starts: int,
-        rounds: int,
-        on_step: Callable[[float, str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._starts, self._rounds = starts, rounds
-        self._on_step, self._now = on_step, now
-        self._starts_done, self._starts_s = 0, 0.0
-        self._rounds_done, self._rounds_s = 0, 0.0
-        self._since, self._share = now(), 0.0
+    START = "start"
+    """The kind of a part that starts servers."""
 
-    def starting(self, what: str) -> None:
-        """Say that servers are being started."""
-        self._since = self._now()
-        self._say(what)
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._left = Counter(kinds)
+        self._took: defaultdict[str, list[float]] = defaultdict(list)
+        self._began = self._since = time.monotonic()
+        self._running = ""
 
-    def started(self) -> None:
-        """Note that they are up."""
-        self._starts_done += 1
-        self._starts_s += self._passed()
-        self._share = max(self._share, _BEGUN)
+    def begin(self, kind: str) -> float:
+        """End the part that runs, begin one of this kind, and return the share of the run's time that is over."""
+        self.end()
+        self._left[kind] = max(0, self._left[kind] - 1)
+        self._running = kind
+        return self._share()
 
-    def sending(self, what: str, *, done: int) -> None:
-        """Say which round is sent.
+    def end(self) -> None:
+        """End the part that runs, if any."""
+        now = time.monotonic()
+        if self._running:
+            self._took[self._running].append(now - self._since)
+        self._running, self._since = "", now
 
-        Args:
-            what: the round.
-            done: rounds that are over since the last call.
-        """
-        self.sent(done)
-        self._say(what)
+    def _share(self) -> float:
+        """Return next to nothing before a round is over: nothing is known of the others."""
+        rounds = [seconds for kind, each in self._took.items() if kind != self.START for seconds in each]
+        if not rounds:
+            return _BEGUN if self._took else 0.0
+        left = self._lasts(self._running, rounds)
+        left += sum(number * self._lasts(kind, rounds) for kind, number in self._left.items())
+        spent = self._since - self._began
+        return spent / (spent + left) if left else 1.0
 
-    def sent(self, done: int) -> None:
-        """Note that rounds are over; what passes before the first of a start belongs to the start."""
-        if done:
-            self._rounds_done += done
-            self._rounds_s += self._passed()
-        else:
-            self._starts_s += self._passed()
-
-    def _passed(self) -> float:
-        before, self._since = self._since, self._now()
-        return self._since - before
-
-    def _say(self, what: str) -> None:
-        if self._rounds_done:
-            over = self._starts_s + self._rounds_s
-            left = max(0, self._rounds - self._rounds_done) * self._rounds_s / self._rounds_done
-            if self._starts_done:
-                left += max(0, self._starts - self._starts_done) * self._starts_s / self._starts_done
-            self._share = max(self._share, over / (over + left))
-        self._on_step(min(1.0, self._share), what)
+    def _lasts(self, kind: str, rounds: list[float]) -> float:
+        known = self._took.get(kind) or rounds
+        return sum(known) / len(known)

@@ -39,7 +39,7 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
 
     Args:
         request: what to measure.
-        on_step: takes the share that is done and what comes next.
+        on_step: takes the share of the time of this call that is over, and what comes next.
 
     Raises:
         InputError: the folder has other samples, or a server takes no requests as long as the workload's.
@@ -69,11 +69,10 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSid
     """
     request.claim_folder()
     plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
-    missing = [start for start in plan if not _is_measured(request, start)]
-    rounds = sum(len(_unsent(request, start.turns)) for start in missing)
-    pace = Pace(starts=len(missing), rounds=rounds, on_step=on_step)
-    for start in missing:
-        _measure(request, start, pace)
+    todo = [start for start in plan if not _is_measured(request, start)]
+    pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
+    for start in todo:
+        _measure(request, start, pace, on_step)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
@@ -82,21 +81,24 @@ def _is_measured(request: BenchRequest, start: Start) -> bool:
     return all(path.exists() for path in (*files, *(start_path(request.folder, key) for key in start.keys)))
 
 
-def _unsent(request: BenchRequest, turns: Sequence[Turn]) -> list[Turn]:
+def _missing(request: BenchRequest, turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if not request.samples_path(turn).exists()]
 
 
-def _measure(request: BenchRequest, start: Start, pace: Pace) -> None:
+def _kinds(turns: Sequence[Turn]) -> list[str]:
+    return [str(turn.load) for turn in turns]
+
+
+def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep) -> None:
     """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
     names = " and ".join(request.sides[side].name for side in start.sides)
-    pace.starting(f"starting {names}")
+    on_step(pace.begin(Pace.START), f"starting {names}")
     with contextlib.ExitStack() as stack:
         up = {
             side: stack.enter_context(_opened(request, side, key))
             for side, key in zip(start.sides, start.keys, strict=True)
         }
-        pace.started()
-        _send(request, start.turns, up, pace)
+        _send(request, start.turns, up, pace, on_step)
         for side, key in zip(start.sides, start.keys, strict=True):
             up[side].check_alive(request.sides[side].name)
             write_atomically(start_path(request.folder, key), up[side].facts().to_json())
@@ -111,7 +113,9 @@ def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]
         yield server
 
 
-def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], pace: Pace) -> None:
+def _send(
+    request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], pace: Pace, on_step: OnStep
+) -> None:
     """Send rounds to servers that are up, those again in which something compiled.
 
     Raises:
@@ -119,7 +123,13 @@ def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, Running
     """
     spoiled: list[Turn] = []
     for _ in range(_ATTEMPTS):
-        _send_missing(request, turns, up, pace)
+        kinds = _kinds(_missing(request, turns))
+
+        def show(share: float, text: str, kinds: Sequence[str] = kinds) -> None:
+            on_step(pace.begin(kinds[round(share * len(kinds))]), text)
+
+        _send_missing(request, turns, up, show)
+        pace.end()
         spoiled = [turn for turn in turns if turn.counted and read_samples(request.samples_path(turn)).compilations]
         if not spoiled:
             return
@@ -135,15 +145,8 @@ def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, Running
     )
 
 
-def _send_missing(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], pace: Pace) -> None:
+def _send_missing(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], on_step: OnStep) -> None:
     """Send the rounds that have no samples; one that must not count leaves none."""
-    missing, done = len(_unsent(request, turns)), 0
-
-    def show(share: float, title: str) -> None:
-        nonlocal done
-        before, done = done, round(share * missing)
-        pace.sending(title, done=done - before)
-
     run_measurement(
         _LOADER,
         LoadRequest(
@@ -152,13 +155,12 @@ def _send_missing(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int,
             texts=request.texts,
             rounds=tuple(_round(request, turn, up[turn.side]) for turn in turns),
         ),
-        on_step=show,
+        on_step=on_step,
         log=request.folder / "load.log",
         # Prompts are drawn from hashes of strings there.
         environment={**os.environ, "PYTHONHASHSEED": "0"},
         grace_s=_GRACE_S,
     )
-    pace.sent(missing - done)
     for turn in turns:
         path = request.samples_path(turn)
         try:

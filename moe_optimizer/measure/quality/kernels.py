@@ -22,14 +22,14 @@ class Kernel:
 
     name: str
     dtype: str
-    """Of their weights; "" where nobody has written it down."""
+    """Of their weights: proven, or where vLLM's own kernel computes, as the checkpoint or vLLM's arguments say."""
     backend: str
 
 
 def kernel_at(plan: Plan, proofs: Sequence[Proof], tokens: int) -> Kernel:
     """Return the kernel of a plan's experts in a step of so many tokens."""
     layers = [layer for proof in model_holders(proofs) for layer in _layers(proof)]
-    dtype = ", ".join(sorted({_dtype(layer) for layer in layers}))
+    dtype = ", ".join(sorted({_dtype(layer) for layer in layers})) or _as_served(plan)
     decision = plan.decision(_PASS)
     params = decision.params
     if decision.status is not Status.ON or not isinstance(params, FlashDmoeParams) or params.kernel is None:
@@ -40,6 +40,16 @@ def kernel_at(plan: Plan, proofs: Sequence[Proof], tokens: int) -> Kernel:
     proven = (proof.passes[_PASS].kernel for proof in model_holders(proofs) if _PASS in proof.passes)
     name = next(filter(None, proven), params.kernel)
     return Kernel(name, dtype, f"moe_optimizer {params.kernel}")
+
+
+def _as_served(plan: Plan) -> str:
+    """Return the dtype of the experts' weights where vLLM alone holds them."""
+    if named := plan.serve_args.value("--quantization"):
+        return named
+    if plan.model.expert_format not in ("dtype", "none"):
+        return plan.model.quant_method or plan.model.expert_format
+    asked = plan.serve_args.value("--dtype")
+    return plan.model.dtype if asked in (None, "auto") else asked
 
 
 def proofs_in(run_dir: Path) -> tuple[Proof, ...]:

@@ -40,14 +40,22 @@ class Journal:
         self.budget_s = budget_s
         self._last: dict[str, float] = {}
         self._found: dict[str, Outcome] = {}
-        self._lost_s = 0.0
+        self._lost_s = self._replayed_s = 0.0
+        self._begin: float | None = None
         if folder is not None:
             claim_folder(folder, identity, command="tune")
 
     @property
     def spent_s(self) -> float:
-        """Seconds of all measurements so far, of one that was cut off too."""
-        return self._lost_s + sum(each.seconds for each in self._found.values())
+        """Seconds of all measurements so far, of one that was cut off or runs too."""
+        running = 0.0 if self._begin is None else time.monotonic() - self._begin
+        return running + self._lost_s + sum(each.seconds for each in self._found.values())
+
+    @property
+    def share(self) -> float:
+        """Of the time that this run has, what earlier runs spent left out: the share that is over."""
+        here, left = self.spent_s - self._replayed_s, self.left_s
+        return here / (here + left) if left else 1.0
 
     @property
     def left_s(self) -> float:
@@ -80,14 +88,18 @@ class Journal:
         if found is None:
             if not self.has_room(kind):
                 raise BudgetSpentError
-            begin = time.monotonic()
+            self._begin = begin = time.monotonic()
             try:
                 found = measure()
             except BaseException:
                 self._lost_s += time.monotonic() - begin
                 raise
+            finally:
+                self._begin = None
             if path is not None:
                 write_atomically(path, json.dumps(encode(found), indent=1))
+        else:
+            self._replayed_s += found.seconds
         self._found[name] = found
         # A measurement that ended early says nothing of how long others take.
         if not found.pruned and not found.failed:

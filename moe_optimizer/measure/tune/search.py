@@ -88,6 +88,8 @@ class _Search:
         self._under_way = ""
         """What is being measured."""
         self._last_failure = ""
+        self._counted: set[tuple[str, ...]] = set()
+        """Measurements whose time a line of the ledger has."""
 
     def run(self) -> Found:
         """Take all steps; each can be the last."""
@@ -97,7 +99,10 @@ class _Search:
             ended = "budget" if self._left_out else "done"
         except BudgetSpentError:
             ended = "budget"
-            self._note("unfinished", self._under_way, kept=False, reason="the budget did not last for it")
+            reason = "the budget did not last for it"
+            if not self._trials:
+                reason += ": give it a larger --budget, or less of --clients, --requests-per-client or --repetitions"
+            self._note("unfinished", self._under_way, kept=False, reason=reason)
         except (KeyboardInterrupt, SystemExit):
             ended = "interrupted"
             self._note("unfinished", self._under_way or "the next step", kept=False, reason="interrupted")
@@ -369,12 +374,14 @@ class _Search:
         self._entries.append(Entry(step=step, what=what, against="", kept=kept, reason=reason, **facts))
 
     def _measured(self, kind: str, what: tuple[str, ...], text: str, measure: Callable[[], Outcome]) -> Outcome:
-        spent, left = self._journal.spent_s, self._journal.left_s
-        self._on_step(min(1.0, spent / max(spent + left, 1e-9)), text)
+        self._on_step(self._journal.share, text)
         self._under_way = text
         outcome = self._journal.measured(kind, what, measure)
         self._under_way = ""
         self._last_failure = outcome.failed or self._last_failure
+        if (kind, *what) in self._counted:
+            return dataclasses.replace(outcome, seconds=0.0)
+        self._counted.add((kind, *what))
         return outcome
 
 

@@ -51,7 +51,7 @@ class ServedMeasure:
         goal: scores the repetitions.
         judge: compares answers with those of stock vLLM.
         journal: has the time that is left.
-        on_step: takes the share of the budget that is spent, and what is done.
+        on_step: takes the share of this run's time that is over, and what is done.
     """
 
     def __init__(
@@ -159,8 +159,7 @@ class ServedMeasure:
         return Trial(scores=tuple(map(self._goal.score, repetitions)), figures=figures(repetitions))
 
     def _progress(self, share: float, text: str) -> None:
-        spent = self._journal.spent_s / max(self._journal.spent_s + self._journal.left_s, 1e-9)
-        self._on_step(min(1.0, spent), f"{text} ({share:.0%})")
+        self._on_step(self._journal.share, f"{text} ({share:.0%})")
 
     def _timed(self, measure: Callable[[], Outcome]) -> Outcome:
         """Measure within what is left of the budget; a failure is a result."""

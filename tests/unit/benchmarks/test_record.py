@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -29,6 +30,22 @@ def test_a_checkout_that_git_cannot_read_has_no_commit(monkeypatch: pytest.Monke
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert record.checkout() == {"commit": None, "dirty": None}
+
+
+@pytest.mark.parametrize(("changed", "dirty"), [("benchmarks/records/a.json", False), ("code.py", True)])
+def test_a_record_that_goes_on_does_not_make_its_sources_dirty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str, dirty: bool
+) -> None:
+    """A benchmark that is stopped and resumed finds its own record changed."""
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for name in ("benchmarks/records/a.json", "code.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / changed).write_text("2")
+    assert record.checkout()["dirty"] is dirty
 
 
 def test_a_named_commit_keeps_its_dirty_mark() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +88,13 @@ def test_from_the_second_minute_on_the_time_left_is_said(
             step(share, "round")
     left = [line.partition("round")[2].removeprefix(", ") for line in capsys.readouterr().err.splitlines()]
     assert left == ["", "", "about 7 min left", "about 1 min left", ""]
+
+
+def test_an_interrupted_run_says_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/bench 1")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        progress_bar("bench", lines=ProgressLines(verbose=True), folder=folder),
+    ):
+        raise KeyboardInterrupt
+    assert "--resume --run-dir 'runs/bench 1'" in capsys.readouterr().err

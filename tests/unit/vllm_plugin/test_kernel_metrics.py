@@ -53,20 +53,34 @@ def test_calls_are_summed_over_layers_and_workers(tmp_path: Path) -> None:
 
 
 def test_without_ranges_one_kernel_computes_every_number_of_tokens(tmp_path: Path) -> None:
-    found = samples_of(tmp_path, "kernel_range", {"flash_dmoe": experts(*named("ab", weight_dtype="float8_e4m3fn"))})
-    assert found == {(("float8_e4m3fn", "1+", "fused_experts (cpu)"), 1)}
+    layers = [*named("ab", weight_format="fp8", weight_dtype="float8_e4m3fn"), *named("c")]
+    assert samples_of(tmp_path, "kernel_range", {"flash_dmoe": experts(*layers)}) == {
+        (("fp8", "1+", "fused_experts (cpu)"), 1), (("bf16", "1+", "fused_experts (cpu)"), 1),
+    }  # fmt: skip
+
+
+def write_plan(run_dir: Path, dispatch: dict[str, tuple[TokenRange, ...]]) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    decision = dataclasses.replace(
+        plan.decision("flash_dmoe"), params=FlashDmoeParams(kernel="cuda", dispatch=dispatch)
+    )
+    others = tuple(each for each in plan.decisions if each.pass_name != "flash_dmoe")
+    (run_dir / "plan.json").write_text(plan.replace(decisions=(*others, decision)).to_json())
 
 
 def test_ranges_are_those_of_the_plan_and_vllms_kernel_has_the_rest(tmp_path: Path) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
-    ranges = (TokenRange(up_to=4, use="direct"), TokenRange(up_to=256, use="grouped"))
-    decision = dataclasses.replace(
-        plan.decision("flash_dmoe"), params=FlashDmoeParams(kernel="cuda", dispatch={"bf16": ranges})
-    )
-    others = tuple(each for each in plan.decisions if each.pass_name != "flash_dmoe")
-    (tmp_path / "plan.json").write_text(plan.replace(decisions=(*others, decision)).to_json())
+    write_plan(tmp_path, {"bf16": (TokenRange(up_to=4, use="direct"), TokenRange(up_to=256, use="grouped"))})
     assert samples_of(tmp_path, "kernel_range", {"flash_dmoe": experts(LAYER)}) == {
         (("bf16", "1-4", "direct"), 1), (("bf16", "5-256", "grouped"), 1), (("bf16", "257+", "stock"), 1),
+    }  # fmt: skip
+
+
+def test_weights_are_named_as_they_are_stored_whatever_the_plan_names(tmp_path: Path) -> None:
+    write_plan(tmp_path, {"fp8_block": (TokenRange(up_to=256, use="fp8"),), "mxfp4": (TokenRange(up_to=9, use="x"),)})
+    (in_fp8,), (kept,) = named("a", weight_format="fp8", weight_dtype="float8_e4m3fn"), named("b")
+    found = samples_of(tmp_path, "kernel_range", {"flash_dmoe": experts(in_fp8, kept)})
+    assert found == {
+        (("fp8_block", "1-256", "fp8"), 1), (("fp8_block", "257+", "stock"), 1), (("bf16", "1+", "stock"), 1),
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import deployment
 from moe_optimizer.measure.bench import run
@@ -152,3 +154,25 @@ def test_a_server_that_does_not_run_by_its_plan_has_no_result(
         bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
     assert sender.sent == {}
     assert not (asked.folder / RESULT_FILE).exists()
+
+
+def test_the_time_left_does_not_take_a_long_start_for_the_pace_of_short_rounds(
+    monkeypatch: pytest.MonkeyPatch, asked: BenchRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start of 100 s, then eight rounds of 3 s."""
+    now = [0.0]
+    sender = Sender()
+
+    def send(module: str, load: LoadRequest, *, on_step: Callable[[float, str], None], **how: Any) -> int:
+        now[0] += 100.0
+        for number, each in enumerate(load.rounds):
+            on_step(number / len(load.rounds), each.title)
+            now[0] += 3.0
+        return sender.run(module, load)
+
+    monkeypatch.setattr(run, "run_measurement", send)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with progress_bar("bench", lines=ProgressLines(verbose=True)) as show:
+        run.run_bench(asked, on_step=show)
+    left = re.findall(r"about (\d+) min left", capsys.readouterr().err)
+    assert left == ["1"] * 7

@@ -50,3 +50,23 @@ def test_a_measurement_that_was_cut_off_has_spent_its_time(monkeypatch: pytest.M
     with pytest.raises(BudgetSpentError):
         journal.measured("paired", ("a", "b"), cut_off)
     assert (journal.spent_s, journal.left_s) == (42.0, 58.0)
+
+
+def test_the_share_is_of_the_time_of_this_run_and_grows_during_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seen = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[-1])
+    Journal(tmp_path, budget_s=100).measured("paired", ("a", "b"), lambda: FOUND)
+    journal = Journal(tmp_path, budget_s=100)
+    journal.measured("paired", ("a", "b"), nobody)
+
+    def measure() -> Outcome:
+        seen.append(journal.share)
+        clock.append(10.0)
+        # Of 100 s an earlier run has spent 60.
+        seen.append(journal.share)
+        return Outcome(seconds=10.0)
+
+    journal.measured("alone", ("a",), measure)
+    assert [*seen, journal.share, journal.spent_s] == [0.0, 0.25, 0.25, 70.0]

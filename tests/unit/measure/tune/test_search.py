@@ -212,3 +212,12 @@ def test_limits_that_nothing_keeps_have_a_nearest_miss() -> None:
 def test_limits_that_are_kept_are_met() -> None:
     found = found_by(PaperMeasure(passes={"good": 0.005}), goal=parse_goal("ttft<1ms"))
     assert (found.met, found.nearest_miss) == (True, None)
+
+
+def test_a_measurement_that_two_lines_of_the_ledger_rest_on_takes_its_time_once() -> None:
+    measure = PaperMeasure(passes={"a": 1.5}, changing=frozenset("a"), seconds=10.0)
+    found = found_by(measure)
+    against_stock = [each for each in found.entries if each.against == "stock vLLM"]
+    assert [each.step for each in against_stock] == ["plan", "result"]
+    assert measure.journal is not None
+    assert sum(each.seconds for each in found.entries) == pytest.approx(measure.journal.spent_s)
