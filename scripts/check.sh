@@ -30,7 +30,7 @@ step pyrefly check
 # The quick check leaves out what is slow and rarely breaks, and says so.
 selected=()
 [ "$what" = quick ] && selected=(-m "not thorough" --hypothesis-profile quick)
-step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm "${selected[@]}"
+step pytest -q -n "${PYTEST_WORKERS:-3}" --dist worksteal --ignore tests/vllm ${selected[@]+"${selected[@]}"}
 if [ "$what" = quick ]; then
   printf '\ncheck: quick left out tests/vllm, the tests marked "thorough" and random examples (tests/examples.py); %s\n' \
     "scripts/check.sh runs all"
