@@ -105,7 +105,9 @@ class TuneOptions(TrafficOptions):
     only: str | None = choice(
         "--only", ONLY_TRITON, "Only this step: launch parameters of vLLM's Triton MoE kernel.", (ONLY_TRITON,)
     )
-    clients: str | None = option("--clients", "N,N,...", "Clients of the closed loop.  [default: the batch size]")
+    clients: str | None = option(
+        "--clients", "N,N,...", "Clients of the closed loop.  [default: the batch size; on a CPU 2 a core]"
+    )
     rates: str | None = option("--rates", "X,X,...", "Requests per second of an open loop, instead of clients.")
     repetitions: int | None = option(
         "--repetitions", "N", "Rounds of each candidate; the more, the narrower.  [default: 4]", whole_number(2, 1000)

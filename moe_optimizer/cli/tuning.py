@@ -48,6 +48,8 @@ _QUALITY_TOKENS = 2048
 """Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
 _JUDGED_BY_TEXT = ("speculation",)
 """Passes whose gain hangs on what a model says."""
+_CLIENTS_OF_A_CORE = 2
+"""Chosen."""
 _MAX_BYTES = 1 << 16
 
 
@@ -178,12 +180,20 @@ class Tuning:
         )
 
     def _sent_to(self, plan: Plan) -> BenchRequest:
-        """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
+        """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for.
+
+        On a CPU, where nobody named a batch size, of a few for each core: the profile's would take a budget for one
+        measurement.
+        """
         options, workload = self._options, self._template.workload
         is_default = options.workload == DEFAULT_WORKLOAD and not options.clients and not options.rates
         if workload is None or not is_default:
             return self._template
-        load = {"clients": (plan.workload.batch_size,), "rates": ()}
+        clients = plan.workload.batch_size
+        named = options.batch_size is not None or "--max-num-seqs" in options.vllm_args.values
+        if not (named or plan.num_gpus) and plan.hardware.cpu is not None:
+            clients = min(clients, _CLIENTS_OF_A_CORE * plan.hardware.cpu.cores)
+        load = {"clients": (clients,), "rates": ()}
         return dataclasses.replace(self._template, workload=workload.model_copy(update=load))
 
     def _question(self, plan: Plan) -> Question:

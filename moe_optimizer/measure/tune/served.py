@@ -42,6 +42,10 @@ class _HopelessError(Exception):
     """The first repetitions of a trial were hopeless."""
 
 
+_STOPPING_S, _STOPPING_SHARE = 15.0, 0.05
+"""Chosen: what stopping the servers of a measurement takes at most, and of a budget."""
+
+
 class ServedMeasure:
     """A `Measure` whose servers run here.
 
@@ -164,8 +168,9 @@ class ServedMeasure:
     def _timed(self, measure: Callable[[], Outcome]) -> Outcome:
         """Measure within what is left of the budget; a failure is a result."""
         begin = time.monotonic()
+        stopping = min(_STOPPING_S, _STOPPING_SHARE * self._journal.budget_s)
         try:
-            with _deadline(self._journal.left_s):
+            with _deadline(self._journal.left_s - stopping):
                 outcome = measure()
         except MoeOptimizerError as error:
             outcome = Outcome(seconds=0.0, failed=" ".join(str(error).split())[:300])

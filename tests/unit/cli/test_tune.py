@@ -88,6 +88,21 @@ def tune(folder: Path, *arguments: str) -> tuple[int, Any]:
     return code, json.loads(ledger.read_text(encoding="utf-8")) if ledger.exists() else None
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_on_a_cpu_there_are_two_clients_for_each_core_or_those_of_the_batch_size(
+    named: bool, served: list[Slowness], tmp_path: Path
+) -> None:
+    served.append(lambda _: 1.0)
+    arguments = ("--calibrate", "0", "--requests-per-client", "1", "--run-dir", str(tmp_path / "run"))
+    assert main(["tune", TINY_MOE, *arguments, "--", *PINNED[0 if named else 2 :]]) == ExitCode.OK
+    cpu = Plan.load(tmp_path / "run" / "plan.json").hardware.cpu
+    assert cpu is not None
+    clients = 64 if named else 2 * cpu.cores
+    samples = [each.name for each in (tmp_path / "run").rglob("side-*.json")]
+    assert samples
+    assert all(f"_{clients}-clients_" in name for name in samples), samples
+
+
 def test_a_slow_pass_is_off_in_the_plan_that_is_written_and_serve_takes_it(
     served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
