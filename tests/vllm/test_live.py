@@ -28,7 +28,7 @@ def test_top_counts_what_was_asked(ours_fp32: Served) -> None:
 def test_top_shows_what_our_plugin_did(ours_fp32: Served) -> None:
     seen = watched(ours_fp32).activity
     assert seen.passes["flash_dmoe"] == seen.passes["expert_load"] == "ran"
-    assert seen.kernels == {"1+ tokens, float32": "fused_experts (cpu)"}
+    assert seen.kernels == {"1+ tokens, fp32": "fused_experts (cpu)"}
     # This server was not warmed up.
     assert seen.compiled_after_ready is not None
     assert seen.worst_imbalance is not None
