@@ -13,6 +13,8 @@ _STRATEGIES = ("tensor", "channel", "block")
 """What may share a scale, as compressed-tensors names it; its "group" is MXFP8, a power of two for 32 weights."""
 _QUARK_SCHEMES = ("per_tensor", "per_channel")
 _NVFP4_GROUP = 16
+_INTEGER_METHODS = ("gptq", "awq", "auto-round")
+"""What the names of methods begin with that store integers only."""
 _BLOCK_TEXT = re.compile(r"\d{1,6}x\d{1,6}")
 
 
@@ -104,18 +106,27 @@ def scale_bytes(scheme: Config, method: str, bits: float) -> float:
         return 4 / (block[0] * block[1])
     if is_mxfp4(scheme, method):
         return 1 / MXFP4_GROUP
-    names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
+    entries = scheme.entries("config_groups")
+    # Groups have any names; the first that says it stands for all.
+    own = [f"config_groups.{key}.weights.group_size" for key, entry in entries.items()
+           if lookup(entry, "weights.group_size") is not None]  # fmt: skip
+    names = ("group_size", "quantization.group_size", "q_group_size", *own)
     group = scheme.get(names)
     if type(group) is int and group == 0:
         raise scheme.error(scheme.name_of(names), group, "the weights that share a scale, -1 for a whole channel")
     if type(group) is not int or group <= 0:
         return 0.0
-    if group == _NVFP4_GROUP:
+    if group == _NVFP4_GROUP and not _in_integers(scheme, method):
         return 1 / group  # in FP8
     # GPTQ stores zero points for symmetric weights too, compressed-tensors does not.
-    symmetric = [lookup(each, "weights.symmetric") for each in scheme.entries("config_groups").values()]
+    symmetric = [lookup(each, "weights.symmetric") for each in entries.values()]
     zero_point = 0 if symmetric and False not in symmetric else bits / 8
     return (2 + zero_point) / group
+
+
+def _in_integers(scheme: Config, method: str) -> bool:
+    types = [lookup(each, "weights.type") for each in scheme.entries("config_groups").values()]
+    return "int" in types or method.startswith(_INTEGER_METHODS)
 
 
 def is_mxfp4(scheme: Config, method: str) -> bool:

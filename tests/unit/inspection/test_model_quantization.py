@@ -48,6 +48,13 @@ def compressed(bits: int, **group: Any) -> dict[str, Any]:
          "compressed-tensors", 4 + 16 / 128),
         (compressed(4, weights={"num_bits": 4, "type": "int", "group_size": 64, "symmetric": False}),
          "compressed-tensors", 4 + 20 / 64),
+        ({"quant_method": "compressed-tensors", "config_groups": {"experts": {"weights": {
+            "num_bits": 4, "type": "int", "group_size": 64, "symmetric": True}}}}, "compressed-tensors", 4 + 16 / 64),
+        (compressed(4, weights={"num_bits": 4, "type": "int", "group_size": 16, "symmetric": True}),
+         "compressed-tensors", 4 + 16 / 16),
+        (compressed(4, weights={"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}),
+         "compressed-tensors", 4 + 8 / 16),
+        (GPTQ | {"group_size": 16}, "gptq", 4 + 20 / 16),
         (compressed(4, weights={"num_bits": 4, "type": "float", "group_size": 32}) | {"format": "mxfp4-pack-quantized"},
          "compressed-tensors", 4.25),
         (compressed(8, targets=["Linear"]), "compressed-tensors", 8),
