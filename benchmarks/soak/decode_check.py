@@ -65,7 +65,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(arguments)
     load_before = os.getloadavg()[0]
     on_gpu = torch.cuda.is_available()
-    samples = []
+    if on_gpu and args.write:
+        parser.error("--write: names records after the processor; on a GPU give --out FILE")
+    samples: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         if on_gpu:
@@ -74,9 +76,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 for found in pool.map(lambda start: served_on_gpu(place, *start), starts):
                     samples += found
-        deep = write_deep_model(place / "deep", 0)
-        for model, formats in () if on_gpu else ((deep, ("bfloat16",)), (TINY_MOE, tuple(FORMATS))):
-            for name in formats:
+        else:
+            deep = write_deep_model(place / "deep", 0)
+            for model, name in ((deep, "bfloat16"), *((TINY_MOE, each) for each in FORMATS)):
                 samples += served(place / f"{model.name}-{name}", model, name)
     record = {
         **head("the decode check on right and on wrong kernels", args.commit),

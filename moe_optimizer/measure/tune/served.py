@@ -30,6 +30,8 @@ _CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backe
 """Arguments with which vLLM computes otherwise."""
 _ONLY_WATCHES = ("expert_load",)
 """Passes of the plugin that compute nothing."""
+_STOPPING_S, _STOPPING_SHARE = 15.0, 0.05
+"""Chosen: what stopping the servers of a measurement takes at most, and of a budget."""
 
 Judge = Callable[[Plan, Path], tuple[tuple[str, ...], tuple[str, ...]]]
 """Takes a plan and a folder; returns the metrics that were not kept, and the passes at fault."""
@@ -40,10 +42,6 @@ OnStep = Callable[[float, str], None]
 
 class _HopelessError(Exception):
     """The first repetitions of a trial were hopeless."""
-
-
-_STOPPING_S, _STOPPING_SHARE = 15.0, 0.05
-"""Chosen: what stopping the servers of a measurement takes at most, and of a budget."""
 
 
 class ServedMeasure:
