@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from moe_optimizer import env
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
 from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traffic
@@ -99,16 +100,31 @@ class Evidence:
             self._plan, self._proofs, self.required, absent=absent, observed=self._observed, decoded=self._decoded
         )
 
-    def require_not_refused(self) -> None:
-        """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass.
+    def read_again(self) -> None:
+        """Read every proof as it is now.
 
         Raises:
-            RequiredNotAppliedError: a required pass was refused.
+            InputError: one cannot be read.
+        """
+        self._proofs = {service.title: read_proofs(service.folder.path) for service in self._deployment.servers}
+
+    def require_not_refused(self) -> None:
+        """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass, or with
+        kernels that its canary finds wrong.
+
+        Raises:
+            RequiredNotAppliedError: a required pass was refused, or a canary failed.
         """
         with contextlib.suppress(InputError):
-            self._proofs = {service.title: read_proofs(service.folder.path) for service in self._deployment.servers}
+            self.read_again()
             if any(_refused(self.proofs, name) for name in self.required):
                 self.outcome().require(hint=self._deployment.servers[0].log_hint)
+            passes = itertools.chain.from_iterable(proof.passes.items() for proof in self.proofs)
+            wrong = [f"{name}: {entry.why_not}" for name, entry in passes if entry.canary.startswith("failed")]
+            if wrong:
+                raise RequiredNotAppliedError(
+                    "; ".join(dict.fromkeys(wrong)), hint="serve without our kernels: --disable-flash-dmoe"
+                )
 
     def _wait_for_proofs(self, server: Service, pause: Callable[[float], None]) -> tuple[Proof, ...]:
         shown = self._shown

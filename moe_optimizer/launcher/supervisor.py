@@ -198,6 +198,8 @@ class Supervisor:
         if self._decode_check_s:
             self._check_decode()
             self._ledger.ended("decode check")
+        # Graphs are compared while requests replay them.
+        self._evidence.read_again()
         for server in self._deployment.servers:
             server.folder.set_warming(warming=False)
 
@@ -328,7 +330,7 @@ class Supervisor:
             failure = service.failure()
             if failure is None:
                 continue
-            if isinstance(failure, ServerFailedError) and not service.ready:
-                # A worker that must not run without a pass ends its server: that is exit code 6, not 7.
+            if isinstance(failure, ServerFailedError) and not self._ready:
+                # A worker that must not run as it is ends its server: that is exit code 6, not 7.
                 self._evidence.require_not_refused()
             raise failure

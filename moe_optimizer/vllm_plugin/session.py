@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 
 EXPERTS_PASS = "flash_dmoe"
 """The pass whose decision puts our experts class into vLLM's kernel choice."""
+_CANARY_PARTS = ("rearrangements", "layers", "graphs")
+"""In the order in which the proof shows them."""
 
 
 class PluginSession:
@@ -57,6 +59,7 @@ class PluginSession:
         self._layers: dict[int, _Layer] = {}
         self._shapes: Counter[tuple[int, ...]] = Counter()
         self._counting = True
+        self._canary_parts: dict[str, dict[str, str]] = {}
         self._other_passes: list[Callable[[Any], tuple[str, ...]]] = []
         self.pid = os.getpid()
         role = process_role()
@@ -135,9 +138,18 @@ class PluginSession:
         entry.applied, entry.kernel, entry.isa = True, kernel, isa
         self.writer.touch()
 
-    def checked(self, pass_name: str, outcome: str) -> None:
-        """Note the outcome of the latest canary of a pass."""
-        self._pass(pass_name).canary = outcome
+    def checked(self, pass_name: str, outcome: str, *, of: str = "layers") -> None:
+        """Note the outcome of the latest canary of a pass.
+
+        Args:
+            pass_name: the pass.
+            outcome: in words.
+            of: which part of the canary: "rearrangements", "layers" or "graphs". The proof has them in this order.
+                Layers that are tried anew make the other parts out of date.
+        """
+        parts = {} if of == "layers" else self._canary_parts.get(pass_name, {})
+        self._canary_parts[pass_name] = parts = {**parts, of: outcome}
+        self._pass(pass_name).canary = "; ".join(parts[each] for each in _CANARY_PARTS if each in parts)
         self.writer.touch()
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A kernel that is wrong only in captured graphs passes every check that runs without them.
 
-The canary, which captures graphs of single layers, ends the start. The decode check ends it where vLLM's alone are
-grossly wrong; `quality` catches what is less.
+The canary, which captures graphs of single layers, ends the start. Where vLLM's graphs of the whole model alone are
+wrong, the comparison of a step with and without its graph ends it.
 """
 
 from __future__ import annotations
@@ -70,27 +70,49 @@ def test_a_kernel_that_is_wrong_in_every_captured_graph_ends_the_start(tmp_path:
     assert "in a replayed graph" in str(refused.value)
 
 
-def test_a_kernel_that_is_wrong_in_vllms_graphs_alone_is_caught_where_they_run(tmp_path: Path) -> None:
-    found = judged(tmp_path, "captured by vllm")
-    failed = {each.where for each in found.failed}
-    assert "decode, 1 at once" in failed, render(found)
-    prompts = [where for where in failed if where.startswith("prefill")]
-    assert all(int(where.split()[1]) <= LARGEST for where in prompts), render(found)
-
-
-def decode_checked(tmp_path: Path, mistake: str) -> str:
-    """Start a server with its decode check, and return what the proof says of it."""
+def started(tmp_path: Path, mistake: str = "", *, warm_up_s: float = 60.0, decode_check_s: float = 0.0) -> str:
+    """Start a server that makes a mistake, warm it up, and return what the proof says of the canary."""
     plan = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
-    run = running(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, decode_check_s=60.0)
+    run = running(
+        plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, warm_up_s=warm_up_s,
+        decode_check_s=decode_check_s,
+    )  # fmt: skip
     with mistaken(tmp_path, mistake), run as info:
         (row,) = [each for each in info.rows if each.pass_name == "flash_dmoe"]
     return row.canary
 
 
-def test_right_graphs_decode_what_prompts_compute(tmp_path: Path) -> None:
-    assert re.search(r"; passed decode against prompt: \d+ tokens at 1, 8, 16 requests", decode_checked(tmp_path, ""))
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["runner V1", "runner V2"])
+def test_right_graphs_give_what_steps_without_them_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    said = started(tmp_path)
+    graphs = re.search(r"passed in (\d+) of (\d+) of vLLM's graphs", said)
+    assert graphs, said
+    assert 5 <= int(graphs[1]) <= int(graphs[2]), said
 
 
-def test_other_experts_in_vllms_graphs_alone_end_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "runner"),
+    [
+        ("scale", "0"), ("scale", "1"), ("swapped", "0"), ("stale scale", "0"), ("above", "0"), ("frozen", "0"),
+        ("no number", "0"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_vllms_graphs_alone_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str, runner: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    with pytest.raises(RequiredNotAppliedError, match=r"canary before ready: vLLM's graph of \d+ tokens"):
+        started(tmp_path, f"captured by vllm: {mistake}")
+
+
+def test_right_kernels_decode_what_prompts_compute(tmp_path: Path) -> None:
+    said = started(tmp_path, warm_up_s=0.0, decode_check_s=60.0)
+    assert re.search(r"; passed decode against prompt: \d+ tokens at 1, 8, 16 requests", said), said
+
+
+def test_other_experts_at_few_tokens_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(RequiredNotAppliedError, match="decode check: server: 1 requests at once"):
-        decode_checked(tmp_path, "captured by vllm: other experts")
+        started(tmp_path, "decode: other experts", warm_up_s=0.0, decode_check_s=60.0)

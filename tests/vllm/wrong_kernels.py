@@ -72,9 +72,10 @@ def _decoded_wrong(mistake: str, weights: Any, ids: Any, experts: int) -> tuple[
 
 
 def _wrong_on_gpus(module: Any) -> None:
-    """Only while a graph is captured: what it replays is wrong, and what runs without one is right.
+    """Wrong only while a graph is captured: what it replays is wrong, and what runs without one is right.
 
-    "captured" by whomever, "captured by vllm" not in the graphs that our canary makes of single layers.
+    "captured" by whomever, "captured by vllm: ..." not in the graphs that our canary makes of single layers.
+    Mistakes of decode steps, as on the CPU, are made with and without graphs.
     """
     experts = module.MoeOptimizerCudaExperts
     compute = experts.compute
@@ -82,16 +83,39 @@ def _wrong_on_gpus(module: Any) -> None:
     def wrong(self: Any, call: Any) -> Any:
         import torch
 
-        mistake = _FILE.read_text().strip()
-        by_vllm = mistake.startswith("captured by vllm") and not _asked_by("canary.py")
-        if (mistake == "captured" or by_vllm) and torch.cuda.is_current_stream_capturing():
-            if mistake.endswith("other experts"):
-                ids = call.topk_ids
-                call = call._replace(topk_ids=torch.where(ids >= 0, (ids + 1) % call.w1.shape[0], ids).to(ids.dtype))
-            call = call._replace(topk_weights=call.topk_weights * 1.1)
+        mistake, tokens = _FILE.read_text().strip(), call.hidden_states.shape[0]
+        by_whom, _, what = mistake.partition(": ")
+        captured = torch.cuda.is_current_stream_capturing()
+        if by_whom == "captured" and captured:
+            call = _captured_wrong("above", call, BATCH + 1)
+        elif by_whom == "captured by vllm" and captured and not _asked_by("canary.py"):
+            call = _captured_wrong(what, call, tokens)
+        elif by_whom == "decode" and tokens <= FEW and not _asked_by("canary.py") and not _asked_by("self_check.py"):
+            weights, ids = _decoded_wrong(mistake, call.topk_weights, call.topk_ids, call.w1.shape[0])
+            call = call._replace(topk_weights=weights, topk_ids=ids)
         return compute(self, call)
 
     experts.compute = wrong
+
+
+def _captured_wrong(mistake: str, call: Any, tokens: int) -> Any:
+    """Return what a kernel takes for its call."""
+    import torch
+
+    weights, ids = call.topk_weights, call.topk_ids
+    if mistake == "scale":
+        return call._replace(topk_weights=weights * 1.02)
+    if mistake == "stale scale":
+        return call._replace(topk_weights=torch.where(ids == 5, weights * 1.5, weights))
+    if mistake == "above" and tokens > BATCH:
+        return call._replace(topk_weights=weights * 1.1)
+    if mistake == "swapped":
+        return call._replace(topk_ids=torch.where(ids == 3, 4, torch.where(ids == 4, 3, ids)).to(ids.dtype))
+    if mistake == "frozen":
+        return call._replace(hidden_states=torch.full_like(call.hidden_states, 0.5))
+    if mistake == "no number":
+        return call._replace(topk_weights=weights * float("nan"))
+    return call
 
 
 def _misplaced(module: Any) -> None:

@@ -59,8 +59,8 @@ def prove_captured(wrapper: Any) -> None:
     session.ran(decision.pass_name)
 
 
-def largest_graph(worker: Any) -> int:
-    """Return the size of the largest CUDA graph that this worker's vLLM captured, in tokens; 0 where there is none.
+def captured_graphs(worker: Any) -> list[Any]:
+    """Return vLLM's descriptions of the CUDA graphs that a worker captured; each has `num_tokens`.
 
     Raises:
         AttributeError: this vLLM keeps its graphs in another place.
@@ -70,7 +70,16 @@ def largest_graph(worker: Any) -> int:
         graphs_by_mode = runner.cudagraph_dispatcher.cudagraph_keys
     else:  # the runner that vLLM calls V2
         graphs_by_mode = runner.cudagraph_manager._capture_descs
-    return max((graph.num_tokens for graphs in graphs_by_mode.values() for graph in graphs), default=0)
+    return [graph for graphs in graphs_by_mode.values() for graph in graphs]
+
+
+def largest_graph(worker: Any) -> int:
+    """Return the size of the largest CUDA graph that this worker's vLLM captured, in tokens; 0 where there is none.
+
+    Raises:
+        AttributeError: this vLLM keeps its graphs in another place.
+    """
+    return max((graph.num_tokens for graph in captured_graphs(worker)), default=0)
 
 
 def largest_known_graph(worker: Any) -> int:

@@ -82,7 +82,6 @@ class Rearrangements:
         self._turn = 0
         self._checks = 0
         self._worst = 0.0
-        self._said = self._before = ""
 
     def watch(self) -> None:
         """Wrap the balancer's step, if this worker has one."""
@@ -208,9 +207,11 @@ class Rearrangements:
         self._checks += 1
         self._worst = max(self._worst, result.error)
         compared = "" if place[0] in self._loaded else ", not compared with the weights as loaded"
-        self._say(
+        self._session.checked(
+            EXPERTS_PASS,
             f"passed after {self._checks} rearrangements: one layer each, the last {name}{compared}, "
-            f"worst error {self._worst:.2f} of the allowed"
+            f"worst error {self._worst:.2f} of the allowed",
+            of="rearrangements",
         )
 
     def _outcome(self, key: str, index: int) -> CheckResult:
@@ -231,14 +232,6 @@ class Rearrangements:
             return CheckResult(math.inf, why)
         largest = self._worker.vllm_config.scheduler_config.max_num_batched_tokens
         return check_one(self._session, layer, _experts(layer), largest=largest, turn=self._turn)
-
-    def _say(self, outcome: str) -> None:
-        """Write an outcome into the proof, before that of the last canary of all layers."""
-        found = self._session.proof.passes[EXPERTS_PASS].canary
-        if found != self._said:
-            self._before = found
-        self._said = f"{outcome}; {self._before}" if self._before else outcome
-        self._session.checked(EXPERTS_PASS, self._said)
 
 
 def _group() -> Any:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 from moe_optimizer.vllm_plugin.worker.rearrangements import Rearrangements
+
+if TYPE_CHECKING:
+    from moe_optimizer.vllm_plugin.worker.graph_check import GraphCheck
 
 logger = get_logger(__name__)
 
@@ -36,11 +39,12 @@ class WatchedWorker:
         self._worker = worker
         self._discarded = False
         self._rearrangements = Rearrangements(session, worker)
+        self._graphs: GraphCheck | None = None
 
     def watch(self) -> None:
         """Wrap the worker's methods. One that it lacks is not watched: nobody can call it."""
         for name, when in _STARTED.items():
-            self._wrap(name, after=functools.partial(self._started, when))
+            self._wrap(name, before=self._starts, after=functools.partial(self._started, when))
         for name, when in _CHANGED.items():
             before = self._refuse_kernel_format if name == "reload_weights" else None
             self._wrap(name, before=before, after=functools.partial(self._loaded_again, when))
@@ -49,10 +53,13 @@ class WatchedWorker:
         self._wrap("wake_up", after=self._woke)
         self._rearrangements.watch()
 
-    def take_part(self) -> None:
-        """Wrap what all ranks do together, in one that has no plan for the experts: the others may have one."""
-        for name in _STARTED:
-            self._wrap(name, after=lambda *_arguments, **_named: self._rearrangements.model_loaded())
+    def _starts(self, *_arguments: Any, **_named: Any) -> None:
+        # Before vLLM captures its graphs. On a CPU it has none.
+        if self._worker.device.type == "cuda" and not self._worker.model_config.enforce_eager:
+            from moe_optimizer.vllm_plugin.worker.graph_check import GraphCheck
+
+            self._graphs = GraphCheck(self._session, self._worker)
+            self._graphs.watch()
 
     def _started(self, when: str, *_arguments: Any, **_named: Any) -> None:
         # Before the check, which may end one rank alone: all take part in it.
@@ -68,13 +75,16 @@ class WatchedWorker:
         from moe_optimizer.vllm_plugin.experts.canary import check_model
         from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_known_graph
 
-        check_model(
-            self._session,
-            self._worker.model_runner.get_model(),
-            when=when,
-            largest=self._worker.vllm_config.scheduler_config.max_num_batched_tokens,
-            graphs=largest_known_graph(self._worker),
-        )
+        if self._session.wanted(EXPERTS_PASS) is not None:
+            check_model(
+                self._session,
+                self._worker.model_runner.get_model(),
+                when=when,
+                largest=self._worker.vllm_config.scheduler_config.max_num_batched_tokens,
+                graphs=largest_known_graph(self._worker),
+            )
+        if self._graphs is not None:
+            self._graphs.begin(when)
 
     def _loaded_again(self, when: str, *_arguments: Any, **_named: Any) -> None:
         self._rearrangements.weights_changed()
@@ -134,10 +144,9 @@ class WatchedWorker:
 
 
 def watch_experts(session: PluginSession, worker: Any) -> None:
-    """Watch a worker in whose model our experts may be."""
-    watched = WatchedWorker(session, worker)
-    if session.wanted(EXPERTS_PASS) is not None:
-        watched.watch()
-    elif session.plans_itself:
-        # Its planning may have failed where that of other ranks has not.
-        watched.take_part()
+    """Watch a worker in whose model our experts may be, or those of other ranks: what all do together all must do.
+
+    Where a plan is made in each rank, it may have failed in this one alone.
+    """
+    if session.wanted(EXPERTS_PASS) is not None or session.plans_itself:
+        WatchedWorker(session, worker).watch()

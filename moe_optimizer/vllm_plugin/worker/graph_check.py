@@ -1,0 +1,283 @@
+"""Compares the first replay of each of vLLM's CUDA graphs with the same step computed without a graph.
+
+The canary chooses the inputs of single layers; vLLM's graphs hold the whole model, and no layer's inputs can be chosen.
+But a step can be computed twice: it writes the same keys and values into the same slots of the cache. So where a graph
+is replayed for the first time since the start, or since the weights changed, the model runs once more on the same
+inputs and metadata, without the graph, with the same kernels and the same padding. What the graph gave is compared
+with that, row by row. The warm-up replays most graphs before the server is ready; the others are compared when a
+request first uses them.
+
+All ranks of a model replay the same graphs in the same order and wait for each other in every layer. So how often a
+step is computed depends on the graph alone, and never on what a rank finds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_optimizer.errors import described
+from moe_optimizer.vllm_plugin.experts.canary import failed, our_layers
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
+from moe_optimizer.vllm_plugin.worker.captured_graphs import captured_graphs
+
+_TOLERANCE = 1e-3
+"""Chosen: relative difference of a row of hidden states, in the middle of the rows. The kernels are the same, so right
+graphs differ by nothing, or by what two runs without a graph differ by."""
+_NOISE = 4.0
+"""Chosen: a graph must differ by so many times what two runs without it do."""
+_TIMES = 2
+"""Chosen: replays of a graph that are compared; it is wrong where all of them are off."""
+
+
+@dataclass(slots=True)
+class _Compared:
+    """What is known of one graph."""
+
+    noise: float = 0.0
+    """By how much two runs without it differ."""
+    differences: list[float] = field(default_factory=list)
+    """Of each replay from the same step without it."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether every replay was off; known when there are enough."""
+        return all(not each <= max(_TOLERANCE, _NOISE * self.noise) for each in self.differences)
+
+
+class GraphCheck:
+    """The comparison of one worker's graphs.
+
+    Args:
+        session: this process's.
+        worker: vLLM's, with its model loaded.
+    """
+
+    def __init__(self, session: PluginSession, worker: Any) -> None:
+        self._session = session
+        self._worker = worker
+        self._armed = False
+        self._ours = False
+        self._when = ""
+        self._why_not = ""
+        self._rows = 0
+        self._compared: dict[Hashable, _Compared] = {}
+
+    def watch(self) -> None:
+        """Wrap what replays graphs. To be called before vLLM captures them."""
+        self._why_not = _why_not(self._worker)
+        if self._why_not:
+            return
+        runner = self._worker.model_runner
+        try:
+            self._watch_steps(runner)
+            if hasattr(runner, "cudagraph_dispatcher"):
+                runner._model_forward = self._watched(runner._model_forward)
+            elif runner.cudagraph_manager is not None:
+                self._watch_manager(runner.cudagraph_manager)
+        except AttributeError as error:
+            self._why_not = f"this vLLM replays them elsewhere: {described(error)}"
+
+    def begin(self, when: str) -> None:
+        """Compare each graph at its next replay.
+
+        Args:
+            when: for the proof, for example "after a reload".
+        """
+        self._armed, self._when = not self._why_not, when
+        self._compared.clear()
+        self._ours = any(True for _ in our_layers(self._worker.model_runner.get_model()))
+        if self._why_not:
+            self._say(f"vLLM's graphs not compared: {self._why_not}")
+
+    def _watch_steps(self, runner: Any) -> None:
+        execute = runner.execute_model
+
+        @functools.wraps(execute)
+        def watched(scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+            self._rows = scheduler_output.total_num_scheduled_tokens
+            return execute(scheduler_output, *arguments, **named)
+
+        runner.execute_model = watched
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that runs in vLLM's forward context, which says whether it replays a graph."""
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context
+
+        @functools.wraps(forward)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            result = forward(*arguments, **named)
+            context = get_forward_context()
+            graph = (context.cudagraph_runtime_mode, context.batch_descriptor)
+            if graph[0] == CUDAGraphMode.NONE or not self._due(graph) or _embedded(*arguments, **named):
+                return result
+
+            def plain() -> Any:
+                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+                try:
+                    return forward(*arguments, **named)
+                finally:
+                    context.cudagraph_runtime_mode = graph[0]
+
+            self._compare(graph, result, plain)
+            return result
+
+        return watched
+
+    def _watch_manager(self, manager: Any) -> None:
+        """Watch the graphs of the runner that vLLM calls V2. It replays them without a context; what it captures reads
+        the buffers of a step, so it is kept, to be run without the graph.
+        """
+        from vllm.config import CUDAGraphMode
+
+        run_fullgraph, capture = manager.run_fullgraph, manager.capture
+        owner = next(each for each in type(manager).__mro__[1:] if "capture" in vars(each))
+        forwards: dict[Hashable, Callable[[Any], None]] = {}
+
+        @contextmanager
+        def keeping_forwards() -> Iterator[None]:
+            inherited = owner.capture
+
+            def keeping(self: Any, create_forward_fn: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+                def create(graph: Hashable, *others: Any, **options: Any) -> Any:
+                    made = create_forward_fn(graph, *others, **options)
+                    if self is manager:
+                        forwards[graph] = made
+                    return made
+
+                return inherited(self, create, *arguments, **named)
+
+            owner.capture = keeping
+            try:
+                yield
+            finally:
+                owner.capture = inherited
+
+        @functools.wraps(capture)
+        def watched_capture(*arguments: Any, **named: Any) -> Any:
+            with keeping_forwards():
+                return capture(*arguments, **named)
+
+        @functools.wraps(run_fullgraph)
+        def watched_run(graph: Any) -> Any:
+            result = run_fullgraph(graph)
+            if not self._due(graph) or graph not in forwards:
+                return result
+            replayed = _hidden(result).clone()
+
+            def plain() -> Any:
+                forwards[graph](CUDAGraphMode.NONE)
+                return result
+
+            self._compare(graph, replayed, plain)
+            _hidden(result).copy_(replayed)
+            return result
+
+        manager.capture, manager.run_fullgraph = watched_capture, watched_run
+        # Graphs that break at eager operations read their context in a way of their own.
+        if not manager.use_breakable_cg:
+            manager.run_pw_graph = self._watched(manager.run_pw_graph)
+
+    def _due(self, graph: Hashable) -> bool:
+        return self._armed and len(self._seen(graph).differences) < _TIMES
+
+    def _seen(self, graph: Hashable) -> _Compared:
+        return self._compared.setdefault(graph, _Compared())
+
+    def _compare(self, graph: Any, replayed: Any, plain: Callable[[], Any]) -> None:
+        """Compare a replay with the same step without a graph.
+
+        Args:
+            graph: which one.
+            replayed: what it gave.
+            plain: computes the step without it.
+
+        Raises:
+            RequiredNotAppliedError: the graph is wrong, in several steps.
+        """
+        seen = self._seen(graph)
+        kept = _hidden(replayed)[: self._rows].clone()
+        try:
+            with self._session.not_counting():
+                computed = _hidden(plain())[: self._rows].clone()
+                if not seen.differences:
+                    seen.noise = _difference(_hidden(plain())[: self._rows], computed)
+        except (AttributeError, TypeError) as error:
+            self._armed, self._why_not = False, described(error)
+            self._say(f"vLLM's graphs not compared: {self._why_not}")
+            return
+        seen.differences.append(_difference(kept, computed))
+        if len(seen.differences) == _TIMES and self._ours:
+            self._judge(graph, seen)
+
+    def _judge(self, graph: Any, seen: _Compared) -> None:
+        if seen.wrong:
+            self._armed = False
+            off = min(seen.differences)
+            raise failed(
+                self._session, self._when,
+                f"vLLM's graph of {_tokens(graph)} tokens gives other hidden states than the same step without it, off "
+                f"by {off:.2g} of their size; two steps without it by {seen.noise:.2g}",
+            )  # fmt: skip
+        done = [each for each in self._compared.values() if len(each.differences) == _TIMES]
+        self._say(
+            f"passed in {len(done)} of {len(captured_graphs(self._worker))} of vLLM's graphs, beside the same steps "
+            f"without them: off by {max(max(each.differences) for each in done):.1g} at most"
+        )
+
+    def _say(self, outcome: str) -> None:
+        if self._ours:
+            self._session.checked(EXPERTS_PASS, outcome, of="graphs")
+
+
+def _why_not(worker: Any) -> str:
+    """Return why a worker's steps cannot be computed twice; "" where they can."""
+    config = worker.vllm_config
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return "data parallelism: a replica without requests would not compute the step twice"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism: a stage changes what it gets in place"
+    if getattr(parallel, "enable_dbo", False):
+        return "dual-batch overlap"
+    if config.kv_transfer_config is not None:
+        return "a KV connector, which would save every layer twice"
+    if config.model_config.is_hybrid or config.model_config.is_attention_free:
+        return "layers of the model keep a state, which a step changes"
+    return ""
+
+
+def _embedded(*arguments: Any, inputs_embeds: Any = None, **_named: Any) -> bool:
+    """Return whether a forward gets embeddings: a model may change them in place, so that a second run had others."""
+    given = next((each for each in arguments if isinstance(each, dict)), {})
+    return inputs_embeds is not None or given.get("inputs_embeds") is not None
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """Return the hidden states [tokens, H] of a forward's output, which may have others behind them."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the relative difference of two times the same rows [tokens, H], in the middle of the rows.
+
+    Infinite where only `one` has numbers that are not finite; 0 where `other` has them: it says nothing then.
+    """
+    if not bool(torch.isfinite(other).all()):
+        return 0.0
+    if not bool(torch.isfinite(one).all()):
+        return math.inf
+    sizes = other.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((one.float() - other.float()).norm(dim=-1) / sizes).median())
+
+
+def _tokens(graph: Any) -> int:
+    """Return for how many tokens a graph is, in the terms of either runner."""
+    return (graph[-1] if type(graph) is tuple else graph).num_tokens
