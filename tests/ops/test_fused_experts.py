@@ -181,6 +181,7 @@ def test_a_token_without_a_valid_slot_is_zero() -> None:
     assert torch.equal(poisoned, torch.zeros_like(poisoned))
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_registered_ops_pass_opcheck() -> None:
     case = make_case(5, dtype=torch.bfloat16)
