@@ -73,6 +73,7 @@ def test_heldout_perplexity_is_what_the_card_says(measured: dict[str, Any]):
     assert measured["perplexity_per_byte"] == pytest.approx(METRICS["heldout"]["perplexity_per_byte"], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_slice_perplexity_is_what_the_card_says():
     measured = evaluate.evaluate(MODEL, max_windows=evaluate.SLICE_WINDOWS)
     assert measured["perplexity_per_byte"] == pytest.approx(METRICS["heldout_slice"]["perplexity_per_byte"], rel=0.01)
