@@ -181,6 +181,7 @@ def test_a_token_without_a_valid_slot_is_zero() -> None:
     assert torch.equal(poisoned, torch.zeros_like(poisoned))
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_registered_ops_pass_opcheck() -> None:
     case = make_case(5, dtype=torch.bfloat16)
@@ -190,6 +191,7 @@ def test_registered_ops_pass_opcheck() -> None:
 
 
 # The schema test is left out: it compares inputs before and after with an operation that torch lacks for E4M3.
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("scales", ["block", "channel"])
 def test_registered_ops_pass_opcheck_with_fp8_weights(scales: str) -> None:

@@ -42,6 +42,7 @@ from tests.free_ports import four_free_ports, free_port
 from tests.shared_result import folder_of_all_workers, made_once
 from tests.vllm.counted import Counted, count_one_request
 from tests.vllm.scraped import Watched, watch
+from tests.vllm.server_forks import ANEW, forks_for_popen
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -162,7 +163,7 @@ def spawning() -> dict[str, str]:
 @pytest.fixture(scope="session", autouse=True)
 def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing from outside, no network, one compile cache for the servers of all workers, forks where nobody asks for
-    `spawning`."""
+    `spawning` or `ANEW`."""
     shared = folder_of_all_workers(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -172,7 +173,8 @@ def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         patch.setenv("VLLM_CACHE_ROOT", str(shared / "vllm_cache"))
         patch.setenv("PYTHONPATH", str(FORKED), prepend=os.pathsep)
-        yield
+        with forks_for_popen():
+            yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -259,8 +261,9 @@ def stock_fp32(serve_once: Callable[..., Served]) -> Served:
 
 @pytest.fixture(scope="session")
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
-    """Our kernel in the same configuration, after stock vLLM has filled the compile cache."""
-    return serve_once("ours_fp32", compiled_fp32_plan(), count=True)
+    """Our kernel in the same configuration, after stock vLLM has filled the compile cache. Its API server starts Python
+    and imports vLLM, beside modules of the same names (`shadowing`)."""
+    return serve_once("ours_fp32", compiled_fp32_plan(), count=True, **ANEW)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ safe where no other thread can hold a lock, so there may be none: OPENBLAS_NUM_T
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -67,6 +68,7 @@ class Peak:
 
 def main(model: str, *loads: str) -> int:
     """Load one after the other; stop at the first that fails."""
+    gc.freeze()  # vLLM collects garbage twice in a load: not among what was imported
     for load in loads:
         plan, load_format = load.split("=")
         threads = len(list(Path("/proc/self/task").iterdir()))

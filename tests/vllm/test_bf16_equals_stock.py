@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.proof.verdict import model_holders
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.verdict import model_holders, not_running
 from tests.vllm.answers import assert_ours_ran, assert_same_up_to_a_tie, bf16_spacing
 from tests.vllm.conftest import Served
 
@@ -15,6 +16,8 @@ def test_a_broken_kernel_leaves_the_layers_to_vllm_and_the_table_says_why(fallba
     assert (row.applied, row.ran) == ("no", "no")
     assert row.why_not.startswith("fallback: ")
     assert "injected" in row.why_not
+    plan = Plan.load(fallback_bf16.run_dir / "plan.json")
+    assert "injected" in not_running(plan, fallback_bf16.proofs, ["flash_dmoe"])["flash_dmoe"]
     assert all(proof.passes["flash_dmoe"].layers == () for proof in model_holders(fallback_bf16.proofs))
 
 

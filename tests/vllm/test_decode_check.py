@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.errors import ExitCode, RequiredNotAppliedError
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.proof.record import read_proofs
+from tests.run_processes import processes_of
 from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, plan_here
 
@@ -31,7 +32,9 @@ def test_a_kernel_that_is_wrong_only_when_decoding_ends_the_start(tmp_path: Path
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
         patch.setenv("MOE_TEST_FAULT_FILE", str(switch))
         run = running(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, decode_check_s=600.0)
-        with pytest.raises(RequiredNotAppliedError, match=r"decode check: server: \d requests at once"), run:
+        with pytest.raises(RequiredNotAppliedError, match=r"decode check: server: \d requests at once") as caught, run:
             pass
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+    assert processes_of(tmp_path / "run") == []
     (canary,) = {proof.passes["flash_dmoe"].canary for proof in read_proofs(tmp_path / "run") if proof.role == "worker"}
     assert canary.startswith("passed before ready"), "the canary must not see it"

@@ -1,7 +1,7 @@
 """What goes wrong in the plugin never breaks vLLM, and never goes unseen.
 
-A kernel that falls back: test_bf16_equals_stock.py. A process that is killed: test_flag_passes.py, and
-test_disaggregation.py in the middle of an answer.
+A kernel that falls back: test_bf16_equals_stock.py. A start that ends with exit code 6: test_decode_check.py. A process
+that is killed: test_flag_passes.py, and test_disaggregation.py in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -9,27 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from moe_optimizer.errors import ExitCode, RequiredNotAppliedError
 from moe_optimizer.proof.verdict import model_holders
-from tests.run_processes import processes_of
-from tests.served_until import serve
-from tests.vllm.conftest import READY_TIMEOUT_S, Served, tiny_plan
-
-
-def test_a_required_pass_that_cannot_run_ends_the_start_with_exit_code_6(
-    broken_kernel: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in broken_kernel.items():
-        monkeypatch.setenv(name, value)
-    plan = tiny_plan("--enforce-eager", required=("flash_dmoe",))
-    with pytest.raises(RequiredNotAppliedError, match="injected") as caught:
-        serve(plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S)
-    assert caught.value.exit_code is ExitCode.NOT_APPLIED
-    assert processes_of(tmp_path / "run") == []
+from tests.vllm.conftest import Served
 
 
 def test_plain_vllm_with_a_profile_plans_by_itself_and_names_what_only_flags_could_do(

@@ -85,7 +85,7 @@ def request_of(plan: Side, reference: Side, folder: Path, **fields: Any) -> Qual
     thresholds.pop("top_logprobs")
     common: dict[str, Any] = {
         "alone": {}, "not_alone": {}, "always_alone": False, "texts": text_of(TINY_MOE / "heldout.txt"),
-        "extent": Extent(positions=3000, generated=8), "top_logprobs": TOP, "thresholds": thresholds, "prompts": (),
+        "extent": Extent(positions=1000, generated=8), "top_logprobs": TOP, "thresholds": thresholds, "prompts": (),
         "model": str(TINY_MOE), "ready_timeout_s": READY_TIMEOUT_S,
     }  # fmt: skip
     return QualityRequest(plan=plan, reference=reference, folder=folder, **(common | fields))
@@ -102,7 +102,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers,
     shutil.copy(wrong_kernels.__file__, site)
     forked = (FORKED / "sitecustomize.py").read_text()  # Python reads one file of this name
     (site / "sitecustomize.py").write_text(f"{forked}\nimport wrong_kernels\n")
-    ours = plan_here("--enforce-eager", dtype="bfloat16", wishes=resolve_wishes(("flash-dmoe",), ()))
+    # Room for the prompts of 256 tokens, behind which a kernel goes wrong; longer ones show nothing more.
+    ours = plan_here("--enforce-eager", dtype="bfloat16", wishes=resolve_wishes(("flash-dmoe",), ()), max_model_len=272)
     arguments = ours.plain_args.without("--port") + ServeArguments("--port", str(free_port()))
     stock = telling(Side(name=STOCK, plan=ours.replace(serve_args=arguments)), TOP)
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +161,7 @@ def test_the_users_prompts_stand_side_by_side_alone_and_in_one_request(servers: 
 
 
 MISTAKES = {
-    "scale": "all",
+    "scale": "prefill, 64 tokens",  # 0.00051 of 0.0004 allowed; of all 0.00041
     "swapped": "all",
     "stale scale": "all",
     "no number": f"decode, {wrong_kernels.BATCH} at once",

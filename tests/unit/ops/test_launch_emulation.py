@@ -19,8 +19,6 @@ from moe_optimizer.ops.cuda_variants import PAIRED_TILES, TILE_TOKENS, DirectVar
 from moe_optimizer.ops.mxfp4 import E2M1_VALUES
 from tests.kernel_emulator import Case, Emulator, assert_close, make_case, with_poisoned_output
 
-pytestmark = pytest.mark.thorough
-
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
 FP8_TOKENS_BOUND = 0.06
 

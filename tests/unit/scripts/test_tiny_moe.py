@@ -68,10 +68,12 @@ def test_weights_are_bf16_under_one_name_per_expert_matrix():
     assert {name for name in header if ".experts." in name} == expert_names
 
 
+@pytest.mark.thorough
 def test_heldout_perplexity_is_what_the_card_says(measured: dict[str, Any]):
     assert measured["perplexity_per_byte"] == pytest.approx(METRICS["heldout"]["perplexity_per_byte"], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_slice_perplexity_is_what_the_card_says():
     measured = evaluate.evaluate(MODEL, max_windows=evaluate.SLICE_WINDOWS)
     assert measured["perplexity_per_byte"] == pytest.approx(METRICS["heldout_slice"]["perplexity_per_byte"], rel=0.01)

@@ -29,6 +29,7 @@ def here(_module: str, request: Any, **_: Any) -> Any:
     return encode(climb(decode(ClimbRequest, encode(request), origin="request"), lambda _share, _text: None))
 
 
+@pytest.mark.thorough
 def test_every_rung_gives_the_tokens_of_the_naive_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 

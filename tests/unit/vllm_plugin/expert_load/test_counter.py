@@ -84,6 +84,7 @@ def test_a_step_without_rows_counts_nothing(make):
     assert not torch.tensor(counts_of(counter)).any()
 
 
+@pytest.mark.thorough
 def test_a_compiled_forward_counts_as_the_plain_one():
     # Two batch sizes, so that the graph has a dynamic one; the limit must be read when the graph runs.
     counter = LayerwiseCounter(LAYERS, EXPERTS)
