@@ -57,10 +57,14 @@ class Case:
         p = self.problem
         assert p.topk_ids is not None
         assert p.topk_weights is not None
+        w13, w2, w13_scale, w2_scale = p.w13, p.w2, p.w13_scale, p.w2_scale
+        if p.int4:
+            w13, w13_scale = int4_weights(w13, w13_scale, p.w13_zero), None
+            w2, w2_scale = int4_weights(w2, w2_scale, p.w2_zero), None
         return reference.fused_experts(
-            p.x, p.w13, p.w2, p.topk_weights, p.topk_ids,
+            p.x, w13, w2, p.topk_weights, p.topk_ids,
             expert_map=p.expert_map, activation=p.activation,
-            w13_scale=p.w13_scale, w2_scale=p.w2_scale, w13_bias=p.w13_bias, w2_bias=p.w2_bias,
+            w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=p.w13_bias, w2_bias=p.w2_bias,
             compute_dtype=dtype,
         )  # fmt: skip
 
@@ -82,6 +86,8 @@ def make_case(
     *,
     fp8: str | None = None,
     mxfp4: bool = False,
+    int4: int | None = None,
+    zero_points: bool = False,
     activation: str = "silu",
     bias: bool = False,
     ids: Tensor | None = None,
@@ -89,7 +95,7 @@ def make_case(
     int64_ids: bool = False,
     seed: int = 1,
 ) -> Case:
-    """Fresh random inputs; `fp8`: None, "block" or "channel"; `mxfp4`: random codes and exponents."""
+    """Fresh random inputs; `fp8`: None, "block" or "channel"; `mxfp4`: random codes and exponents; `int4`: the group."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=g).bfloat16()
     w13 = torch.randn(experts, 2 * width, hidden, generator=g) / hidden**0.5
@@ -107,6 +113,11 @@ def make_case(
     if mxfp4:
         (w13, w13_scale), (w2, w2_scale) = (_random_mxfp4(w.shape, g) for w in (w13, w2))
         dtype, factor = torch.uint8, 1
+    w13_zero = w2_zero = None
+    if int4 is not None:
+        w13, w13_scale, w13_zero = _random_int4(w13.shape, int4, zero_points, g)
+        w2, w2_scale, w2_zero = _random_int4(w2.shape, int4, zero_points, g)
+        dtype, factor = torch.uint8, 1
     global_experts = experts if expert_map is None else expert_map.shape[0]
     fresh = [torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)]
     chosen = torch.stack(fresh) if ids is None else ids
@@ -123,6 +134,8 @@ def make_case(
         w13_bias=guarded(torch.randn(experts, 2 * width, generator=g)) if bias else None,
         w2_bias=guarded(torch.randn(experts, hidden, generator=g)) if bias else None,
         activation=activation,
+        w13_zero=None if w13_zero is None else guarded(w13_zero),
+        w2_zero=None if w2_zero is None else guarded(w2_zero),
     )
     return Case(problem)
 
@@ -134,6 +147,27 @@ def _random_mxfp4(shape: torch.Size, g: torch.Generator) -> tuple[Tensor, Tensor
     middle = 127 - 2 - round(math.log2(columns) / 2)
     exponents = middle + torch.randint(-5, 2, (experts, rows, columns // 32), generator=g)
     return codes, exponents.to(torch.uint8)
+
+
+def _random_int4(
+    shape: torch.Size, group: int, zero_points: bool, g: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Every code and zero point as likely, scales such that products are about 1."""
+    experts, rows, columns = shape
+    codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=g).to(torch.uint8)
+    groups = (experts, rows, columns // group)
+    scale = (torch.rand(groups, generator=g) + 0.1) * 0.3 / columns**0.5
+    zero = torch.randint(0, 16, groups, generator=g).to(torch.uint8) if zero_points else None
+    return codes, scale.bfloat16(), zero
+
+
+def int4_weights(codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    """The weights [E, N, K] in FP32, which holds them exactly."""
+    assert scale is not None
+    values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).float()
+    groups = values.unflatten(-1, (scale.shape[-1], -1))
+    points = torch.full_like(scale, 8) if zero is None else zero
+    return ((groups - points.float().unsqueeze(-1)) * scale.float().unsqueeze(-1)).flatten(-2)
 
 
 class Emulator:

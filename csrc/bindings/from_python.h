@@ -89,10 +89,12 @@ inline pybind11::dict layout_to_python(const CallLayout& call) {
   return std::visit(convert, call);
 }
 
-// `router`: a dictionary, or None where ids and weights are given.
-inline Problem problem_from_python(const pybind11::dict& experts, const pybind11::object& router) {
+// `router`: a dictionary, or None where ids and weights are given; `int4`: likewise for weights that are INT4.
+inline Problem problem_from_python(const pybind11::dict& experts, const pybind11::object& router,
+                                   const pybind11::object& int4) {
   return {from_python<FusedExpertsArgs>("experts", experts),
-          router.is_none() ? RouterArgs{} : from_python<RouterArgs>("router", router)};
+          router.is_none() ? RouterArgs{} : from_python<RouterArgs>("router", router),
+          int4.is_none() ? Int4Args{} : from_python<Int4Args>("int4", int4)};
 }
 
 }  // namespace moeopt

@@ -102,15 +102,15 @@ void paged_attention(const py::dict& call, const std::string& isa_name) {
 
 #if defined(MOEOPT_CUDA)
 // `buffer`: of the workspace; 0 where only its size is asked for. ValueError: the variant does not cover the problem.
-py::dict layout(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
-                uintptr_t buffer) {
-  return layout_to_python(cuda_layout(problem_from_python(experts, router), from_python<Variant>("variant", variant),
-                                      multiprocessors, buffer));
+py::dict layout(const py::dict& experts, const py::object& router, const py::object& int4, const py::dict& variant,
+                int multiprocessors, uintptr_t buffer) {
+  return layout_to_python(cuda_layout(problem_from_python(experts, router, int4),
+                                      from_python<Variant>("variant", variant), multiprocessors, buffer));
 }
 
-void run(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
-         uintptr_t buffer, uintptr_t counters, uintptr_t stream) {
-  const Problem problem = problem_from_python(experts, router);
+void run(const py::dict& experts, const py::object& router, const py::object& int4, const py::dict& variant,
+         int multiprocessors, uintptr_t buffer, uintptr_t counters, uintptr_t stream) {
+  const Problem problem = problem_from_python(experts, router, int4);
   const auto kernels = from_python<Variant>("variant", variant);
   py::gil_scoped_release release;
   run_cuda(problem, kernels, multiprocessors, buffer, reinterpret_cast<int*>(counters), stream);

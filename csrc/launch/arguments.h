@@ -21,7 +21,17 @@ inline int weight_bits(const FusedExpertsArgs& moe) {
   return moe.weight_dtype == DType::kFloat4E2M1 ? 4 : moe.weight_dtype == DType::kFloat8E4M3 ? 8 : 16;
 }
 
-// Elements of a row of tokens in the order that MXFP4 weights need (mxfp4_position): whole 128.
+inline bool is_int4(const Problem& problem) { return problem.int4.w13_scale != nullptr; }
+
+inline int32_t int4_shift(int64_t group) { return group == 128 ? 7 : group == 64 ? 6 : 5; }
+inline Int4Factors w13_factors(const Int4Args& int4) {
+  return {int4.w13_scale, int4.w13_zero, int4_shift(int4.w13_group)};
+}
+inline Int4Factors w2_factors(const Int4Args& int4) { return {int4.w2_scale, int4.w2_zero, int4_shift(int4.w2_group)}; }
+
+inline bool has_four_bits(GemmMode mode) { return mode == GemmMode::kMxfp4Weights || mode == GemmMode::kInt4Weights; }
+
+// Elements of a row of tokens in the order that weights of four bits need (mxfp4_position): whole 128.
 inline int64_t mxfp4_row(int64_t depth) { return (depth + 127) / 128 * 128; }
 
 // --- from logits ---------------------------------------------------------------------------------------------
@@ -81,7 +91,7 @@ inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorksp
   PrepareArgs args{};
   args.in = static_cast<const uint16_t*>(moe.x);
   args.in_stride = moe.x_stride;
-  const bool permutes = mode == GemmMode::kFp8Weights || mode == GemmMode::kMxfp4Weights;
+  const bool permutes = mode == GemmMode::kFp8Weights || has_four_bits(mode);
   args.permuted = permutes ? static_cast<uint16_t*>(w.tokens) : nullptr;
   args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(w.tokens) : nullptr;
   args.scale = w.token_scale;
@@ -99,15 +109,15 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   const bool prepared = launch.mode != GemmMode::kBf16;
   GemmArgs args{};
   args.tokens = prepared ? w.tokens : moe.x;
-  const bool mxfp4 = launch.mode == GemmMode::kMxfp4Weights;
-  args.token_stride = mxfp4 ? mxfp4_row(moe.hidden_size) : prepared ? moe.hidden_size : moe.x_stride;
+  const bool four_bits = has_four_bits(launch.mode);
+  args.token_stride = four_bits ? mxfp4_row(moe.hidden_size) : prepared ? moe.hidden_size : moe.x_stride;
   args.token_scale = w.token_scale;
   args.sorted_token = w.sorted_token;
   args.tiles = w.tiles;
   args.num_tiles = w.num_tiles;
   args.tile_counter = w.tile_counters;
   args.out = w.h;
-  args.out_stride = mxfp4 ? mxfp4_row(moe.intermediate_size) : moe.intermediate_size;
+  args.out_stride = four_bits ? mxfp4_row(moe.intermediate_size) : moe.intermediate_size;
   args.out_quantized = w.h_quantized;
   args.out_scale = w.h_scale;
   args.weight_scale = moe.w13_scale;
@@ -121,6 +131,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.weights_evict_first = moe.num_tokens * moe.top_k <= kPairsForEvictFirst * moe.num_local_experts;
   args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
+  if (is_int4(problem)) args.int4 = w13_factors(problem.int4);
   return args;
 }
 
@@ -137,6 +148,7 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   args.out_stride = moe.hidden_size;
   args.weight_scale = moe.w2_scale;
   args.exponents = moe.w2_exponents;
+  if (is_int4(problem)) args.int4 = w2_factors(problem.int4);
   args.bias = moe.w2_bias;
   args.depth = static_cast<int32_t>(moe.intermediate_size);
   args.rows = static_cast<int32_t>(moe.hidden_size);
@@ -167,7 +179,7 @@ struct WeightView {
 // which: 0 gate, 1 up, 2 down. [expert][row][K].
 inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const int bits = weight_bits(moe);
-  const int32_t bytes = bits == 16 ? 2 : 1;  // of an element of the map: of MXFP4, two weights
+  const int32_t bytes = bits == 16 ? 2 : 1;  // of an element of the map: of four bits, two weights
   const bool down = which == 2, alternating = moe.activation == Activation::kSwigluOai;
   const int64_t depth = (down ? moe.intermediate_size : moe.hidden_size) * bits / (8 * bytes);
   const int64_t row = (down ? moe.w2_row_stride : moe.w13_row_stride * (alternating ? 2 : 1)) * bytes;

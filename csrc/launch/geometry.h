@@ -27,11 +27,20 @@ inline void expect_at_least(const char* what, int64_t got, int64_t least) {
   if (got < least) refuse(what, got, "at least " + std::to_string(least));
 }
 
-inline void check_sizes(const FusedExpertsArgs& moe) {
+inline void expect_multiple(const char* what, int64_t got, int64_t divisor) {
+  if (got % divisor) refuse(what, got, "a multiple of " + std::to_string(divisor));
+}
+
+inline void check_sizes(const Problem& problem) {
+  const FusedExpertsArgs& moe = problem.moe;
   const int64_t multiple = moe.scale_kind == ScaleKind::kGroup32 ? kScaleGroup : kSizeMultiple;
-  const std::string expected = "a multiple of " + std::to_string(multiple);
-  if (moe.hidden_size % multiple) refuse("H", moe.hidden_size, expected);
-  if (moe.intermediate_size % multiple) refuse("I", moe.intermediate_size, expected);
+  if (is_int4(problem)) {
+    for (const int64_t group : {problem.int4.w13_group, problem.int4.w2_group}) {
+      if (group != 1 << int4_shift(group)) refuse("INT4: weights that share a scale", group, "32, 64 or 128");
+    }
+  }
+  expect_multiple("H", moe.hidden_size, is_int4(problem) ? problem.int4.w13_group : multiple);
+  expect_multiple("I", moe.intermediate_size, is_int4(problem) ? problem.int4.w2_group : multiple);
   expect_at_most("E", moe.num_local_experts, kMaxExperts);
 }
 inline int64_t num_pairs(const FusedExpertsArgs& moe) { return moe.num_tokens * moe.top_k; }
@@ -69,8 +78,9 @@ inline bool divides_better(int64_t tiles, int64_t few_blocks, int64_t many_block
   return tiles < 2 * many_blocks && of_few < of_many;
 }
 
-inline DirectLaunch direct_launch(const FusedExpertsArgs& moe, int multiprocessors) {
-  check_sizes(moe);
+inline DirectLaunch direct_launch(const Problem& problem, int multiprocessors) {
+  check_sizes(problem);
+  const FusedExpertsArgs& moe = problem.moe;
   expect_at_most("direct_experts: T", moe.num_tokens, kDirectTokens);
   expect_at_most("direct_experts: T x k", num_pairs(moe), kDirectPairs);
   const bool bf16 = weight_bits(moe) == 16;  // kernels of fewer bits have one shape
@@ -120,7 +130,7 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
   });
   // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
   // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
-  constexpr bool kReleasesAtOnce = kMode == GemmMode::kFp8Weights || kMode == GemmMode::kMxfp4Weights;
+  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8;
   expect_at_least("grouped_gemm: ring stages", launch.num_stages, kReleasesAtOnce ? 1 : 2);
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.
@@ -128,21 +138,28 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
   expect_at_most("grouped_gemm: bytes of shared memory", launch.shared_bytes, kSharedLimit);
 }
 
-inline GroupedLaunch grouped_launch(const FusedExpertsArgs& moe, const Variant& variant, int multiprocessors) {
-  check_sizes(moe);
+inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& variant, int multiprocessors) {
+  check_sizes(problem);
+  const FusedExpertsArgs& moe = problem.moe;
   expect_at_most("grouped_gemm: T x k", num_pairs(moe), std::numeric_limits<int32_t>::max());
-  const int bits = variant.mode == GemmMode::kBf16 ? 16 : variant.mode == GemmMode::kMxfp4Weights ? 4 : 8;
+  const int bits = variant.mode == GemmMode::kBf16 ? 16 : has_four_bits(variant.mode) ? 4 : 8;
   if (weight_bits(moe) != bits) refuse("grouped_gemm: bits per weight", weight_bits(moe), std::to_string(bits));
+  const bool int4 = variant.mode == GemmMode::kInt4Weights;
+  if (bits == 4 && int4 != is_int4(problem)) {
+    throw std::invalid_argument(std::string("grouped_gemm: 4-bit weights: got ") + (int4 ? "MXFP4" : "INT4") +
+                                ", expected " + (int4 ? "INT4" : "MXFP4"));
+  }
   GroupedLaunch launch{};
   launch.mode = variant.mode;
   launch.tile_tokens = variant.tile_tokens;
   launch.cluster_blocks = variant.paired ? 2 : 1;
   expect_at_least("grouped_gemm: multiprocessors", multiprocessors, launch.cluster_blocks);
   launch.grid = multiprocessors / launch.cluster_blocks * launch.cluster_blocks;
-  const auto choose = launch.mode == GemmMode::kBf16         ? choose_ring<GemmMode::kBf16>
-                      : launch.mode == GemmMode::kFp8Weights ? choose_ring<GemmMode::kFp8Weights>
-                      : launch.mode == GemmMode::kFp8        ? choose_ring<GemmMode::kFp8>
-                                                             : choose_ring<GemmMode::kMxfp4Weights>;
+  const auto choose = launch.mode == GemmMode::kBf16          ? choose_ring<GemmMode::kBf16>
+                      : launch.mode == GemmMode::kFp8Weights  ? choose_ring<GemmMode::kFp8Weights>
+                      : launch.mode == GemmMode::kFp8         ? choose_ring<GemmMode::kFp8>
+                      : launch.mode == GemmMode::kInt4Weights ? choose_ring<GemmMode::kInt4Weights>
+                                                              : choose_ring<GemmMode::kMxfp4Weights>;
   choose(variant.num_stages, launch);
   launch.route_blocks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div64(num_pairs(moe), kRoutePairs)));
   launch.route_shared_bytes =
@@ -164,8 +181,8 @@ inline int64_t max_tiles(const FusedExpertsArgs& moe, const GroupedLaunch& launc
 inline GroupedWorkspace grouped_workspace(const Problem& problem, const GroupedLaunch& launch, Arena& arena) {
   const FusedExpertsArgs& moe = problem.moe;
   const int64_t pairs = num_pairs(moe), routed = problem.router.logits == nullptr ? 0 : pairs;
-  const bool fp8 = launch.mode == GemmMode::kFp8, mxfp4 = launch.mode == GemmMode::kMxfp4Weights;
-  const auto row = [&](int64_t depth) { return mxfp4 ? mxfp4_row(depth) : depth; };
+  const bool fp8 = launch.mode == GemmMode::kFp8, four_bits = has_four_bits(launch.mode);
+  const auto row = [&](int64_t depth) { return four_bits ? mxfp4_row(depth) : depth; };
   const int64_t token_elements = moe.num_tokens * row(moe.hidden_size), h_elements = pairs * row(moe.intermediate_size);
   GroupedWorkspace w{};
   w.block_counts = arena.take<int>(launch.route_blocks * moe.num_local_experts);
@@ -199,11 +216,11 @@ inline CallLayout lay_out(const Problem& problem, const Variant& variant, int mu
                           int* counters) {
   Arena arena(buffer);
   if (variant.direct) {
-    const DirectLaunch launch = direct_launch(problem.moe, multiprocessors);
+    const DirectLaunch launch = direct_launch(problem, multiprocessors);
     const DirectWorkspace workspace = direct_workspace(problem, arena);
     return Layout<DirectLaunch, DirectWorkspace>{launch, workspace, arena.bytes()};
   }
-  const GroupedLaunch launch = grouped_launch(problem.moe, variant, multiprocessors);
+  const GroupedLaunch launch = grouped_launch(problem, variant, multiprocessors);
   GroupedWorkspace workspace = grouped_workspace(problem, launch, arena);
   workspace.block_arrivals = counters;
   return Layout<GroupedLaunch, GroupedWorkspace>{launch, workspace, arena.bytes()};

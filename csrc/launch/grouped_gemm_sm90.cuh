@@ -24,6 +24,7 @@ void launch_gemms(const Problem& problem, const GroupedWorkspace& workspace, con
 void launch_gemms_bf16(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_fp8_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_mxfp4_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
+void launch_gemms_int4_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_fp8(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 
 }  // namespace moeopt

@@ -8,15 +8,29 @@
 
 #include "moeopt/fields.h"
 #include "moeopt/fused_experts.h"
+#include "moeopt/int4.cuh"
 #include "moeopt/router.h"
 
 namespace moeopt {
 
 struct TokenTile;
 
+// INT4 weights: what FusedExpertsArgs has no place for. It says kFloat4E2M1, whose codes are stored likewise, and kNone
+// as kind of scale.
+struct Int4Args {
+  const uint16_t* w13_scale;  // as Int4Factors; null: the weights are not INT4
+  const uint16_t* w2_scale;
+  const uint8_t* w13_zero;
+  const uint8_t* w2_zero;
+  int64_t w13_group, w2_group;
+
+  MOEOPT_FIELDS(w13_scale, w2_scale, w13_zero, w2_zero, w13_group, w2_group)
+};
+
 struct Problem {
   FusedExpertsArgs moe;
   RouterArgs router;
+  Int4Args int4;
 };
 
 // The kernels that run a call; moe_optimizer/ops/cuda_variants.py names and picks them.

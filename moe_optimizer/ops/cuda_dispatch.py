@@ -18,6 +18,7 @@ from moe_optimizer.ops.measured_variant import measured_variant
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 16
+_WORD = 4
 
 
 def why_unavailable(device: torch.device) -> str | None:
@@ -51,7 +52,7 @@ def _why_no_variant(problem: CudaProblem) -> str | None:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
     sizes = problem.sizes
     if sizes.weight_bits not in MODES_OF_WEIGHT_BITS:
-        return f"CUDA kernels take bfloat16, FP8 or MXFP4 weights, got {problem.w13.dtype}"
+        return f"CUDA kernels take bfloat16, FP8, MXFP4 or INT4 weights, got {problem.w13.dtype}"
     if not (sizes.num_experts and sizes.top_k and sizes.hidden_size and sizes.intermediate_size):
         return (
             f"CUDA kernels need E, k, H and I above 0, got E={sizes.num_experts}, k={sizes.top_k}, "
@@ -65,6 +66,21 @@ def _why_no_variant(problem: CudaProblem) -> str | None:
         misaligned = _misaligned(tensor)
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
+    return _why_not_int4(problem) if problem.int4 else None
+
+
+def _why_not_int4(problem: CudaProblem) -> str | None:
+    """Return what of the scales and zero points of INT4 weights no kernel reads, or None."""
+    w13, w2 = (problem.w13, problem.w13_scale, problem.w13_zero), (problem.w2, problem.w2_scale, problem.w2_zero)
+    for name, (weight, scale, zero) in (("w13", w13), ("w2", w2)):
+        # FP16 has more digits than the BF16 that is multiplied: the caller decides how to round them.
+        if scale is None or scale.dtype != torch.bfloat16:
+            return f"CUDA kernels take bfloat16 scales of INT4 weights, got {name}_scale {None if scale is None else scale.dtype}"
+        if scale.shape[:2] != weight.shape[:2] or (zero is not None and zero.shape != scale.shape):
+            return f"CUDA kernels need a scale (and zero point) per group and row of {name}, got {list(scale.shape)}"
+        for tensor in (scale, zero):
+            if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % _WORD):
+                return f"CUDA kernels copy words of {name}'s scales and zero points: expected them contiguous"
     return None
 
 

@@ -20,6 +20,8 @@ class GemmMode(IntEnum):
     """E4M3 weights and tokens: x with one scale per token, h with one per token and 128."""
     MXFP4_WEIGHTS = 3
     """MXFP4 weights, BF16 tokens: weights become BF16 in registers."""
+    INT4_WEIGHTS = 4
+    """INT4 weights, BF16 tokens: likewise."""
 
 
 TILE_TOKENS = {
@@ -27,6 +29,7 @@ TILE_TOKENS = {
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
     GemmMode.FP8: (32, 64, 96, 144),
     GemmMode.MXFP4_WEIGHTS: (16, 32, 64, 128),
+    GemmMode.INT4_WEIGHTS: (16, 32, 64, 128),
 }
 """Token tiles that are compiled (`CompiledTiles`): up to where sums and partial sums fit the registers."""
 PAIRED_TILES = {
@@ -34,6 +37,7 @@ PAIRED_TILES = {
     GemmMode.FP8_WEIGHTS: (),
     GemmMode.FP8: (144,),
     GemmMode.MXFP4_WEIGHTS: (),
+    GemmMode.INT4_WEIGHTS: (),
 }
 """Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
 MODES_OF_WEIGHT_BITS = {
@@ -41,7 +45,7 @@ MODES_OF_WEIGHT_BITS = {
     8: (GemmMode.FP8_WEIGHTS, GemmMode.FP8),
     4: (GemmMode.MXFP4_WEIGHTS,),
 }
-"""The modes that read weights of so many bits, those that keep the activations first."""
+"""The modes that read weights of so many bits, those that keep the activations first; of INT4: `MoeSizes.modes`."""
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _FROM_TOKENS = 4
@@ -60,12 +64,18 @@ class MoeSizes:
     hidden_size: int
     intermediate_size: int
     weight_bits: int
-    """16: BF16, 8: FP8 E4M3, 4: MXFP4."""
+    """16: BF16, 8: FP8 E4M3, 4: MXFP4, or INT4 if `int4`."""
+    int4: bool = False
 
     @property
     def num_pairs(self) -> int:
         """Token-expert pairs, T * k."""
         return self.num_tokens * self.top_k
+
+    @property
+    def modes(self) -> tuple[GemmMode, ...]:
+        """The modes that read these weights, those that keep the activations first."""
+        return (GemmMode.INT4_WEIGHTS,) if self.int4 else MODES_OF_WEIGHT_BITS[self.weight_bits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,7 @@ def choose_variant(sizes: MoeSizes) -> Variant:
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         return DirectVariant()
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
-    return GroupedVariant(MODES_OF_WEIGHT_BITS[sizes.weight_bits][0])
+    return GroupedVariant(sizes.modes[0])
 
 
 def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
@@ -137,7 +147,7 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
     chosen: list[Variant] = []
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         chosen.append(DirectVariant())
-    for mode in MODES_OF_WEIGHT_BITS[sizes.weight_bits]:
+    for mode in sizes.modes:
         if sizes.num_tokens >= _FROM_TOKENS:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))

@@ -72,6 +72,14 @@ class CudaProblem:
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
     activation: str = "silu"
+    w13_zero: Tensor | None = None
+    """INT4 only: uint8 [E, 2I, H / group], 0 to 15, contiguous; None: 8 everywhere."""
+    w2_zero: Tensor | None = None
+
+    @property
+    def int4(self) -> bool:
+        """Whether uint8 weights are INT4 codes: their scales are BF16 [E, rows, K / group], those of MXFP4 bytes."""
+        return holds_mxfp4(self.w13) and self.w13_scale is not None and self.w13_scale.is_floating_point()
 
     @property
     def top_k(self) -> int:
@@ -91,12 +99,33 @@ class CudaProblem:
             hidden_size=self.x.shape[1],
             intermediate_size=columns_of(self.w2),
             weight_bits=bits_of(self.w13),
+            int4=self.int4,
         )
 
-    def call(self, variant: Variant, num_multiprocessors: int) -> tuple[Fields, Fields | None, Fields, int]:
+    def call(
+        self, variant: Variant, num_multiprocessors: int
+    ) -> tuple[Fields, Fields | None, Fields | None, Fields, int]:
         """Return the first arguments of `cuda_layout` and `cuda_run`."""
         router = None if self.router is None else self.router.fields()
-        return experts_fields(self, self.out), router, variant_fields(variant, self.sizes), num_multiprocessors
+        experts, int4 = experts_fields(self, self.out), None
+        if self.int4:
+            int4 = self._int4_fields()
+            # The struct has no place for INT4: its codes lie as those of MXFP4 do.
+            experts |= {"scale_kind": _NO_SCALE, "w13_exponents": 0, "w2_exponents": 0}
+        return experts, router, int4, variant_fields(variant, self.sizes), num_multiprocessors
+
+    def _int4_fields(self) -> Fields:
+        """Return `Int4Args` of csrc/launch/problem.h."""
+        assert self.w13_scale is not None
+        assert self.w2_scale is not None
+        return {
+            "w13_scale": self.w13_scale.data_ptr(),
+            "w2_scale": self.w2_scale.data_ptr(),
+            "w13_zero": _address(self.w13_zero),
+            "w2_zero": _address(self.w2_zero),
+            "w13_group": columns_of(self.w13) // max(1, self.w13_scale.shape[-1]),
+            "w2_group": columns_of(self.w2) // max(1, self.w2_scale.shape[-1]),
+        }
 
 
 def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:

@@ -41,6 +41,7 @@
 #define MOEOPT_DEVICE __device__ __forceinline__
 #define MOEOPT_GRID_CONSTANT __grid_constant__
 #define MOEOPT_UNROLL _Pragma("unroll")
+#define MOEOPT_NO_UNROLL _Pragma("unroll 1")
 // Base of dynamic shared memory, rounded up to the 1024 bytes that a 128-byte swizzled tile needs.
 #define MOEOPT_SHARED_BASE(name)                       \
   extern __shared__ unsigned char moeopt_shared_raw[]; \
@@ -97,6 +98,24 @@ MOEOPT_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
+// add.bf16x2 of the low half of b to both halves of a. Which half an instruction reads twice costs nothing.
+MOEOPT_DEVICE uint32_t add_bf16x2_low(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("{.reg .b16 lo, hi; .reg .b32 twice; mov.b32 {lo, hi}, %2; mov.b32 twice, {lo, lo};\n"
+      "add.rn.bf16x2 %0, %1, twice;}"
+      : "=r"(sum)
+      : "r"(a), "r"(b));
+  return sum;
+}
+// mul.bf16x2 of both halves of a by the high half of b.
+MOEOPT_DEVICE uint32_t mul_bf16x2_high(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("{.reg .b16 lo, hi; .reg .b32 twice; mov.b32 {lo, hi}, %2; mov.b32 twice, {hi, hi};\n"
+      "mul.rn.bf16x2 %0, %1, twice;}"
+      : "=r"(product)
+      : "r"(a), "r"(b));
+  return product;
+}
 MOEOPT_DEVICE float exp_f32(float x) { return expf(x); }  // the library's accurate function
 // ex2.approx.ftz.f32 of x log2(e): error about 2 units in the last place of FP32, far below BF16's.
 MOEOPT_DEVICE float exp_approx(float x) {
@@ -141,6 +160,7 @@ MOEOPT_DEVICE uint32_t cvt_e4m3x2_f32(float first, float second) {
 // ld.global.nc: data that nothing writes while the kernel runs; it may stay in L1.
 MOEOPT_DEVICE float ld_global_nc(const float* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE uint32_t ld_global_nc(const uint8_t* pointer) { return __ldg(pointer); }
+MOEOPT_DEVICE uint32_t ld_global_nc(const uint16_t* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE Vec4 ld_global_nc_v4(const void* pointer) {
   Vec4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -14,11 +14,15 @@
 // at most once, so no two lanes add to the same sum. The order of additions is fixed, so every run gives the same bits.
 //
 // A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64), which permutes K. Tokens are read the same
-// way, so both operands have the same permutation. 16 bytes of MXFP4 are one group: one exponent.
+// way, so both operands have the same permutation. 16 bytes of MXFP4 are one group: one exponent. Those of INT4 lie in
+// one group, whose scale is part of the BF16 weights (int4.cuh).
 #pragma once
+
+#include <type_traits>
 
 #include "moeopt/device.cuh"
 #include "moeopt/direct_routing.cuh"
+#include "moeopt/int4.cuh"
 #include "moeopt/mxfp4.cuh"
 #include "moeopt/swiglu.cuh"
 
@@ -28,6 +32,15 @@ struct DirectArgs {
   FusedExpertsArgs moe;
   uint16_t* h;  // BF16 [T k, I], a row per pair
 };
+
+// INT4 has fields of its own, so that the other kernels stay the instructions that were measured.
+struct DirectInt4Args {
+  FusedExpertsArgs moe;
+  uint16_t* h;
+  Int4Factors w13, w2;
+};
+template <bool kInt4>
+using DirectArgsOf = std::conditional_t<kInt4, DirectInt4Args, DirectArgs>;
 
 constexpr int kDirectUpWarps = 8;
 constexpr int kDirectDownWarps = 16;
@@ -89,6 +102,26 @@ MOEOPT_DEVICE void load_exponents(uint32_t (&to)[kPieces], const uint8_t* row, i
   }
 }
 
+// Scales and zero points of INT4.
+template <int kPieces>
+struct DirectInt4 {
+  uint32_t scale[kPieces], zero[kPieces];
+
+  // `row`: the group with which the weight row begins.
+  MOEOPT_DEVICE void load(const Int4Factors& factors, uint32_t row, int column, int row_bytes, bool inside) {
+    MOEOPT_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int byte = column + piece * 64 + thread_index() % 4 * 16;
+      scale[piece] = 0;  // a finite one, where no weights are
+      zero[piece] = kInt4SymmetricZeroPoint;
+      const bool valid = inside && byte < row_bytes;
+      const uint32_t group = row + static_cast<uint32_t>(byte * 2 >> factors.shift);
+      if (valid) scale[piece] = ld_global_nc(factors.scale + group);
+      if (valid && factors.zero != nullptr) zero[piece] = ld_global_nc(factors.zero + group);
+    }
+  }
+};
+
 template <int kWeightBits, typename Load>
 MOEOPT_DEVICE DirectTokens<kWeightBits> load_tokens(int column, int row_bytes, bool inside, Load load) {
   DirectTokens<kWeightBits> tokens;
@@ -136,6 +169,25 @@ MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, uint32_t lo
   }
 }
 
+// The same for INT4; `low`, `high`: what a lane's 32 weights of rows g and g + 8 have.
+template <int kPieces>
+MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const DirectInt4<kPieces>& of_low,
+                                  const DirectInt4<kPieces>& of_high, int piece, const DirectTokens<4>& tokens,
+                                  float (&sums)[4]) {
+  const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+  const uint32_t low_factor = int4_factor(of_low.scale[piece], of_low.zero[piece]);
+  const uint32_t high_factor = int4_factor(of_high.scale[piece], of_high.zero[piece]);
+  MOEOPT_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    uint32_t a[4], b[4], x[4];
+    bf16_of_int4(lows[i], low_factor, a);
+    bf16_of_int4(highs[i], high_factor, b);
+    order_as_e2m1(tokens.part[i], x);
+    mma_m16n8k16(sums, a[0], b[0], a[1], b[1], x[0], x[1]);
+    mma_m16n8k16(sums, a[2], b[2], a[3], b[3], x[2], x[3]);
+  }
+}
+
 MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&partial)[4]) {
   MOEOPT_UNROLL
   for (int r = 0; r < 4; ++r) sums[r] += scale * partial[r];
@@ -144,15 +196,17 @@ MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&pa
 // --- gate and up -------------------------------------------------------------------------------------------------
 
 // This lane's part of a tile: gate rows g (and g + 8) and their up rows, steps [step, end).
-template <int kWeightBits, int kPieces>
+template <int kWeightBits, int kPieces, bool kInt4>
 struct DirectTile {
   const unsigned char* gate;
   const float* gate_scale;        // of the first block along K; null: no block scales
   const uint8_t* gate_exponents;  // MXFP4, of this lane's first gate row
+  uint32_t gate_group;            // INT4, the first of that row
   int64_t up_offset, eight_rows;
   int up_scale_offset, up_row, eighth_row, step, end, slot, expert, first;
 
-  MOEOPT_DEVICE void locate(const FusedExpertsArgs& moe, const DirectRouting& routing, int g) {
+  MOEOPT_DEVICE void locate(const DirectArgsOf<kInt4>& args, const DirectRouting& routing, int g) {
+    const FusedExpertsArgs& moe = args.moe;
     const int width = static_cast<int>(moe.intermediate_size), tiles = width / kDirectUpRows<kWeightBits>;
     slot = g / tiles;
     first = (g - slot * tiles) * kDirectUpRows<kWeightBits>;
@@ -166,6 +220,11 @@ struct DirectTile {
     if constexpr (kWeightBits == 4) {
       up_row = w13_row(moe.activation, width, 0, 1);
       eighth_row = w13_row(moe.activation, width, 8, 0);
+    }
+    if constexpr (kInt4) {
+      gate_group =
+          static_cast<uint32_t>((expert * 2 * width + row) * (static_cast<int>(moe.hidden_size) >> args.w13.shift));
+    } else if constexpr (kWeightBits == 4) {
       const int64_t groups = moe.hidden_size / kScaleGroup;
       gate_exponents = moe.w13_exponents + (static_cast<int64_t>(expert) * 2 * width + row) * groups;
     }
@@ -183,7 +242,7 @@ struct DirectTile {
   }
 };
 
-template <int kWeightBits, int kPieces>
+template <int kWeightBits, int kPieces, bool kInt4>
 struct DirectUpStep {
   static constexpr int kProducts = kDirectUpRows<kWeightBits> / 8;
   static_assert(kWeightBits == 16 || kProducts == 2, "a scale is added to the sums of one product: of gates or of ups");
@@ -191,12 +250,14 @@ struct DirectUpStep {
   Vec4 rows[2][kProducts][kPieces];           // [gate, up][row g or g + 8][piece]
   float scale[2];                             // FP8
   uint32_t exponents[2][kProducts][kPieces];  // MXFP4
+  DirectInt4<kPieces> factors[2][kProducts];  // INT4
 };
 
 // Loads one step; zeros past the end.
-template <int kWeightBits, int kPieces>
-MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBits, kPieces>& tile,
-                           DirectUpStep<kWeightBits, kPieces>& weights) {
+template <int kWeightBits, int kPieces, bool kInt4>
+MOEOPT_DEVICE void load_up(const DirectArgsOf<kInt4>& args, const DirectTile<kWeightBits, kPieces, kInt4>& tile,
+                           DirectUpStep<kWeightBits, kPieces, kInt4>& weights) {
+  const FusedExpertsArgs& moe = args.moe;
   const int column = tile.step * kPieces * 64, row_bytes = static_cast<int>(moe.hidden_size) * kWeightBits / 8;
   const bool inside = tile.step < tile.end;
   MOEOPT_UNROLL
@@ -206,11 +267,16 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
       weights.scale[a] = ld_global_nc(tile.gate_scale + a * tile.up_scale_offset + tile.step);
     }
     MOEOPT_UNROLL
-    for (int r = 0; r < DirectUpStep<kWeightBits, kPieces>::kProducts; ++r) {
+    for (int r = 0; r < DirectUpStep<kWeightBits, kPieces, kInt4>::kProducts; ++r) {
       const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
       load_step(weights.rows[a][r], column, row_bytes, inside,
                 [&](int byte) { return ld_global_nc_no_allocate_v4(row + byte); });
-      if constexpr (kWeightBits == 4) {
+      if constexpr (kInt4) {
+        const int groups = static_cast<int>(moe.hidden_size) >> args.w13.shift;
+        weights.factors[a][r].load(
+            args.w13, tile.gate_group + static_cast<uint32_t>((a * tile.up_row + r * tile.eighth_row) * groups), column,
+            row_bytes, inside);
+      } else if constexpr (kWeightBits == 4) {
         const int row_of_tile = a * tile.up_row + r * tile.eighth_row;
         load_exponents(weights.exponents[a][r], tile.gate_exponents + row_of_tile * (row_bytes / 16), column, row_bytes,
                        inside);
@@ -219,9 +285,9 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
   }
 }
 
-template <int kWeightBits, int kPieces, int kProducts>
-MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBits, kPieces>& tile,
-                               const uint16_t* tokens, const DirectUpStep<kWeightBits, kPieces>& weights,
+template <int kWeightBits, int kPieces, bool kInt4, int kProducts>
+MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBits, kPieces, kInt4>& tile,
+                               const uint16_t* tokens, const DirectUpStep<kWeightBits, kPieces, kInt4>& weights,
                                float (&sums)[kProducts][4]) {
   const int row_bytes = static_cast<int>(moe.hidden_size) * kWeightBits / 8;
   float partial[kProducts][4] = {};
@@ -231,6 +297,12 @@ MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWe
                                                  [&](int k) { return ld_global_nc_v4(tokens + k); });
     if constexpr (kProducts == 1) {
       multiply_piece<kWeightBits>(weights.rows[0][0][piece], weights.rows[1][0][piece], values, sums[0]);
+    } else if constexpr (kInt4) {
+      MOEOPT_UNROLL
+      for (int a = 0; a < 2; ++a) {
+        multiply_piece(weights.rows[a][0][piece], weights.rows[a][1][piece], weights.factors[a][0],
+                       weights.factors[a][1], piece, values, sums[a]);
+      }
     } else if constexpr (kWeightBits == 4) {
       MOEOPT_UNROLL
       for (int a = 0; a < 2; ++a) {
@@ -260,9 +332,9 @@ MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
 }
 
 // Stores h of one tile, one element per thread. Gate and up are in two products, or in two register pairs of one.
-template <int kWeightBits, int kProducts>
-MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routing, int slot, int expert, int first,
-                             const float* reduction) {
+template <int kWeightBits, int kProducts, bool kInt4>
+MOEOPT_DEVICE void finish_up(const DirectArgsOf<kInt4>& args, const DirectRouting& routing, int slot, int expert,
+                             int first, const float* reduction) {
   const FusedExpertsArgs& moe = args.moe;
   const int thread = thread_index(), width = static_cast<int>(moe.intermediate_size);
   if (thread >= 64 * kProducts) return;
@@ -276,17 +348,17 @@ MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routin
     for (int w = 0; w < kDirectUpWarps; ++w) value[a] += reduction[w * kProducts * 128 + a * to_up + j];
     const int row = w13_row(moe.activation, width, i, a);
     if (moe.scale_kind == ScaleKind::kChannel) value[a] *= channel_scale(moe.w13_scale, expert, 2 * width, row);
-    if constexpr (kWeightBits == 4) value[a] *= kMxfp4Rescale;
+    if constexpr (kWeightBits == 4 && !kInt4) value[a] *= kMxfp4Rescale;
     if (moe.w13_bias != nullptr) value[a] += channel_scale(moe.w13_bias, expert, 2 * width, row);
   }
   const uint32_t packed = cvt_bf16x2_f32(swiglu(moe.activation, value[0], value[1]), 0.0f);
   args.h[static_cast<int64_t>(pair) * width + i] = static_cast<uint16_t>(packed);
 }
 
-template <int kWeightBits, int kPieces>
+template <int kWeightBits, int kPieces, bool kInt4 = false>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBits, kPieces>))
-    direct_up_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
-  constexpr int kProducts = DirectUpStep<kWeightBits, kPieces>::kProducts;
+    direct_up_kernel(const MOEOPT_GRID_CONSTANT DirectArgsOf<kInt4> args) {
+  constexpr int kProducts = DirectUpStep<kWeightBits, kPieces, kInt4>::kProducts;
   MOEOPT_SHARED_BASE(shared);
   DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
   float* reduction = reinterpret_cast<float*>(shared + kDirectScratchOffset);
@@ -298,10 +370,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBi
   const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / kDirectUpRows<kWeightBits>);
   int g = block_index();
   if (g >= num_tasks) return;
-  DirectTile<kWeightBits, kPieces> tile;
-  DirectUpStep<kWeightBits, kPieces> weights;
-  tile.locate(moe, routing, g);
-  load_up(moe, tile, weights);
+  DirectTile<kWeightBits, kPieces, kInt4> tile;
+  DirectUpStep<kWeightBits, kPieces, kInt4> weights;
+  tile.locate(args, routing, g);
+  load_up(args, tile, weights);
   while (true) {
     const int slot = tile.slot, expert = tile.expert, first = tile.first;
     const int pair = slot_pair(routing, slot, column);
@@ -310,18 +382,18 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBi
     while (tile.step < tile.end) {
       multiply_up(moe, tile, tokens, weights, sums);
       ++tile.step;
-      if (tile.step < tile.end) load_up(moe, tile, weights);
+      if (tile.step < tile.end) load_up(args, tile, weights);
     }
     g += grid_blocks();
     const bool more = g < num_tasks;
     if (more) {  // in flight while this tile is summed and stored
-      tile.locate(moe, routing, g);
-      load_up(moe, tile, weights);
+      tile.locate(args, routing, g);
+      load_up(args, tile, weights);
     }
     MOEOPT_UNROLL
     for (int p = 0; p < kProducts; ++p) store_fragment(reduction + (warp * kProducts + p) * 128, sums[p]);
     bar_sync();
-    finish_up<kWeightBits, kProducts>(args, routing, slot, expert, first, reduction);
+    finish_up<kWeightBits, kProducts, kInt4>(args, routing, slot, expert, first, reduction);
     if (!more) return;
     bar_sync();
   }
@@ -330,9 +402,9 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBi
 // --- down --------------------------------------------------------------------------------------------------------
 
 // kOnce: one tile of rows per block. The loop over tiles costs registers, and therefore loads in flight.
-template <int kWeightBits, bool kOnce>
+template <int kWeightBits, bool kOnce, bool kInt4 = false>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
-    direct_down_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
+    direct_down_kernel(const MOEOPT_GRID_CONSTANT DirectArgsOf<kInt4> args) {
   constexpr int kBatch = kDirectDownBatch<kWeightBits>;
   constexpr int kTogether = kWeightBits == 4 ? 1 : kBatch;  // steps whose tokens are loaded at once: 4 bits need many
   MOEOPT_SHARED_BASE(shared);
@@ -354,6 +426,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
   Vec4 weights[kBatch][2][2];
   float scale[kBatch];               // FP8
   uint32_t exponents[kBatch][2][2];  // MXFP4
+  DirectInt4<2> factors[kBatch][2];  // INT4
   int count = 0;
   const auto load = [&] {  // a batch: at most kBatch steps, of one slot
     count = steps - step < kBatch ? steps - step : kBatch;
@@ -366,7 +439,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       for (int r = 0; r < 2; ++r) {
         load_step(weights[u][r], column, row_bytes, u < count,
                   [&](int byte) { return ld_global_nc_no_allocate_v4(source + r * eight_rows + byte); });
-        if constexpr (kWeightBits == 4) {
+        if constexpr (kInt4) {
+          const int row = (expert * hidden + first_row + group + 8 * r) * (width >> args.w2.shift);
+          factors[u][r].load(args.w2, static_cast<uint32_t>(row), column, row_bytes, u < count);
+        } else if constexpr (kWeightBits == 4) {
           const int groups = width / kScaleGroup;
           const uint8_t* row =
               moe.w2_exponents + (static_cast<int64_t>(expert) * hidden + first_row + group + 8 * r) * groups;
@@ -416,7 +492,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
           float of_step[4] = {0, 0, 0, 0};
           MOEOPT_UNROLL
           for (int half = 0; half < 2; ++half) {
-            if constexpr (kWeightBits == 4) {
+            if constexpr (kInt4) {
+              multiply_piece(weights[u][0][half], weights[u][1][half], factors[u][0], factors[u][1], half,
+                             values[u - first][half], partial);
+            } else if constexpr (kWeightBits == 4) {
               multiply_piece(weights[u][0][half], weights[u][1][half], exponents[u][0][half], exponents[u][1][half],
                              values[u - first][half], partial);
             } else {
@@ -446,7 +525,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
           float value = partial[r];
           const int at = first_row + row;
           if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, at);
-          if constexpr (kWeightBits == 4) value *= kMxfp4Rescale;
+          if constexpr (kWeightBits == 4 && !kInt4) value *= kMxfp4Rescale;
           if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, at);
           sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
         }

@@ -26,6 +26,7 @@
 //   kFp8Weights  E4M3 x BF16: weights are converted to BF16 in registers; prepare_tokens.cuh permutes the tokens.
 //   kMxfp4Weights  E2M1 codes x BF16: likewise, 256 of K per stage, with the exponents of its groups as they lie in
 //                memory. The scales are part of the BF16 weights, so there are no partial sums and tiles can be wider.
+//   kInt4Weights  INT4 codes x BF16: the same, with the scales and zero points of the groups.
 //   kFp8         E4M3 x E4M3: the scales of the weights, and of h, apply to FP32 partial sums per 128 of K; x has one
 //                scale per token, which applies to the sums (grouped_gemm_sm90_products.cuh).
 //
@@ -182,6 +183,54 @@ struct StageExponents {
   }
 };
 
+// INT4: the same for the scales and zero points of a stage's 256 rows: 8, 4 or 2 of each per row. A word of either may
+// begin in the group before; where it does follows from the group's number (Int4FactorsOfLane).
+struct StageInt4Factors {
+  int64_t expert;  // its first group
+  int first[2];  // from there on: with which this lane's first row begins, in either box; the others are 32 rows apart
+  int rows_left[2], stride, groups;
+
+  template <bool kUp>
+  MOEOPT_DEVICE static StageInt4Factors of(const GemmArgs& args, const WorkTile& work) {
+    StageInt4Factors factors;
+    factors.groups = args.depth >> args.int4.shift;
+    factors.stride = 32 * (kUp ? w13_row(args.activation, args.rows, 1, 0) : 1) * factors.groups;
+    factors.expert = static_cast<int64_t>(work.expert) * args.weight_rows * factors.groups;
+    MOEOPT_UNROLL
+    for (int box = 0; box < 2; ++box) {
+      const int row = box_row<kUp>(work.row_tile, box) + thread_index();
+      const int inside = row < args.rows ? row : 0;
+      factors.first[box] = (kUp ? w13_row(args.activation, args.rows, inside, box) : inside) * factors.groups;
+      factors.rows_left[box] = args.rows - row;
+    }
+    return factors;
+  }
+  // Copies the words that hold `bytes` bytes from the offset on.
+  template <int kWords>
+  MOEOPT_DEVICE static void copy_words(unsigned char* to, const unsigned char* base, int offset, int bytes,
+                                       bool inside) {
+    const unsigned char* from = base + (offset & ~3);
+    bytes += offset & 3;
+    MOEOPT_UNROLL
+    for (int w = 0; w < kWords; ++w) {
+      if (4 * w < bytes) cp_async_4(to + 4 * w, from + 4 * w, inside);
+    }
+  }
+  MOEOPT_DEVICE void copy(const Int4Factors& of, unsigned char* stage, int step) const {
+    const int per_step = 256 >> of.shift, left = groups - step * per_step, count = left < per_step ? left : per_step;
+    const auto* scales = reinterpret_cast<const unsigned char*>(of.scale + expert);
+    MOEOPT_NO_UNROLL
+    for (int r = 0; r < 2 * kBoxRows / 32; ++r) {
+      const int box = r / (kBoxRows / 32), i = r % (kBoxRows / 32);
+      const bool inside = 32 * i < (box ? rows_left[1] : rows_left[0]);
+      const int begin = (box ? first[1] : first[0]) + (inside ? i * stride : 0) + step * per_step;
+      unsigned char* to = stage + (r * 32 + thread_index()) * kInt4RowBytes;
+      copy_words<5>(to, scales, 2 * begin, 2 * count, inside);
+      if (of.zero != nullptr) copy_words<3>(to + kInt4ZeroOffset, of.zero + expert, begin, count, inside);
+    }
+  }
+};
+
 // Run by the first lane of the weights warp (in the first block of a cluster): pushes each work tile when the one
 // before it begins, and takes the number of the one after it, so that nobody waits for the atomic.
 template <bool kUp>
@@ -254,6 +303,8 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
     StageScales<kMode, kTokens, kUp> scales(args, work.tile(), work.row_tile);
     StageExponents exponents;
     if constexpr (Shape::kMxfp4) exponents = StageExponents::of<kUp>(args, work);
+    StageInt4Factors factors;
+    if constexpr (Shape::kInt4) factors = StageInt4Factors::of<kUp>(args, work);
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       if (ahead > 0) {
@@ -263,6 +314,9 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       }
       if constexpr (Shape::kMxfp4) {
         exponents.copy(ring.data() + Shape::kScaleOffset, step);
+        cp_async_mbarrier_arrive(ring.full + ring.stage);
+      } else if constexpr (Shape::kInt4) {
+        factors.copy(args.int4, ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
       } else {
         scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
@@ -341,7 +395,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
       scale_rows[i] = kFp8 && n < tile.count ? static_cast<uint32_t>(token_row(tile.begin + n)) : kNoRow;
     }
     const unsigned char* from = static_cast<const unsigned char*>(args.tokens) + chunk * 16;
-    const int length = Shape::kMxfp4 ? static_cast<int>(args.token_stride) : args.depth;
+    const int length = Shape::kFourBits ? static_cast<int>(args.token_stride) : args.depth;
     int bytes_left = length * kElementBytes - chunk * 16;  // of the row
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
@@ -383,8 +437,11 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else if constexpr (kMode == GemmMode::kFp8Weights) {
     multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
-    multiply_stages_mxfp4_weights<kColumns>(
+    multiply_stages_of_four_bits<kColumns>(
         stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
+  } else if constexpr (kMode == GemmMode::kInt4Weights) {
+    multiply_stages_of_four_bits<kColumns>(stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
+                                           sum0, sum1);
   } else if constexpr (kColumns <= kExactColumns) {
     multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
   } else {
@@ -410,7 +467,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
       store_quantized<kColumns, kStaged>(args, tile, first0, sum0, staging);
     } else {
       constexpr RowOrder kOrder = kMode == GemmMode::kFp8Weights ? RowOrder::kFp8Weights
-                                  : Shape::kMxfp4                ? RowOrder::kMxfp4Weights
+                                  : Shape::kFourBits             ? RowOrder::kMxfp4Weights
                                                                  : RowOrder::kPlain;
       store_tile<kColumns, kStaged, kOrder>(args, tile, first0, staging, sum0);
     }

@@ -3,6 +3,7 @@
 //   BF16            sums += w x
 //   FP8 weights     part = bf16(w) x;  sums += f part                                    f: of 128 x 128 weights, or 1
 //   MXFP4 weights   sums += bf16(w) x; at the end sums *= 2^32                           bf16(w): scaled, x 2^-32
+//   INT4 weights    sums += bf16(w) x                                                    bf16(w): scaled, rounded once
 //   FP8 x FP8, up to 64 columns
 //              up   part = w x;        sums += f part, at the end sums *= s              s: of the token
 //              down part = w h;        sums += f s part                                  s: of the token and 128 of K
@@ -37,7 +38,7 @@ struct TileStages {
       : ring(ring_), num_steps(ceil_div(args.depth, Shape::kDepth)), warpgroup(warpgroup_), paired(args.paired),
         has_factors(kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {}
 
-  // MXFP4: the first of this warp's 16 rows of operand `a` in a stage, see kWarpRows.
+  // Four bits: the first of this warp's 16 rows of operand `a` in a stage, see kWarpRows.
   MOEOPT_DEVICE int stage_row(int a) const {
     const int warp = thread_index() / 32 % 4;
     return kUp ? kBoxRows * a + 16 * warpgroup + 32 * warp : kBoxRows * warpgroup + 64 * a + 16 * warp;
@@ -131,6 +132,19 @@ struct StageExponentsOfLane {
   uint32_t selectors[2][2];  // of prmt: that byte of this lane's group, four times
   int groups;                // of a row, from this lane's first on
 
+  // Whether this lane's group of a piece is one of the row: behind the last are the next row's exponents, of which one
+  // may not be finite.
+  MOEOPT_DEVICE uint32_t piece(int step, int piece) const { return 8 * step + 4 * piece < groups ? 0x00ff00ffu : 0; }
+  // That of row `row` of the stage, which is this lane's row of operand `a`.
+  MOEOPT_DEVICE uint32_t factor(const float* scales, int row, int /*step*/, int piece, int a, int half,
+                                uint32_t mask) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(scales) + row * 4 + piece;
+    return mxfp4_factor(prmt(words[0], words[1], selectors[a][half]) & mask);
+  }
+  MOEOPT_DEVICE static void turn(uint32_t codes, uint32_t factor, uint32_t (&values)[4]) {
+    bf16_of_e2m1(codes, factor, values);
+  }
+
   template <bool kUp>
   MOEOPT_DEVICE static StageExponentsOfLane of(const GemmArgs& args, int expert, int row_tile, int warpgroup) {
     const int groups = args.depth / static_cast<int>(kScaleGroup), lane = thread_index() % 32;
@@ -154,12 +168,49 @@ struct StageExponentsOfLane {
   }
 };
 
-// All stages, MXFP4 weights. A stage has two pieces of 128 along K, of which a lane turns the group t of four rows: 8
-// steps of K = 16 each, whose tokens are 16 places in the order of mxfp4_position. Two register sets: one is converted
-// while the other is multiplied.
-template <int kColumns, typename Stages>
-MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExponentsOfLane& exponents,
-                                                 float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
+// Where the scales and zero points of a lane's rows lie in a stage (StageInt4Factors).
+struct Int4FactorsOfLane {
+  const GemmArgs& args;
+  uint32_t phase[2];  // of operand 0, 1: the first group of this lane's rows, modulo 4; rows g and g + 8 have the same
+
+  template <bool kUp>
+  MOEOPT_DEVICE static Int4FactorsOfLane of(const GemmArgs& args, int /*expert*/, int row_tile, int warpgroup) {
+    Int4FactorsOfLane factors{args, {0, 0}};
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      constexpr GemmMode kMode = GemmMode::kInt4Weights;
+      const int row = first_of_operand<kMode, kUp>(row_tile, warpgroup, a) + thread_index() % 32 / 4;
+      const int weight_row = kUp ? w13_row(args.activation, args.rows, row, a) : row;
+      factors.phase[a] = static_cast<uint32_t>(weight_row * (args.depth >> args.int4.shift)) % 4;
+    }
+    return factors;
+  }
+  // All bits, or none where this lane's group of a piece lies behind the row's last: who knows what its factor is.
+  MOEOPT_DEVICE uint32_t piece(int step, int piece) const {
+    return 256 * step + 128 * piece + 32 * (thread_index() % 4) < args.depth ? ~0u : 0;
+  }
+  MOEOPT_DEVICE uint32_t factor(const float* scales, int row, int step, int piece, int a, int /*half*/,
+                                uint32_t mask) const {
+    const auto* of_row = reinterpret_cast<const unsigned char*>(scales) + row * kInt4RowBytes;
+    const int group = (128 * piece + 32 * (thread_index() % 4)) >> args.int4.shift;
+    // A stage has 8, 4 or 2 groups: only the last moves the zero points in their words.
+    const uint32_t of_step = args.int4.shift == 7 ? 2 * step : 0;
+    const uint32_t scale = *reinterpret_cast<const uint16_t*>(of_row + 2 * (group + phase[a] % 2));
+    const uint32_t zero = args.int4.zero != nullptr ? of_row[kInt4ZeroOffset + group + (phase[a] + of_step) % 4]
+                                                    : kInt4SymmetricZeroPoint;
+    return int4_factor(scale, zero) & mask;
+  }
+  MOEOPT_DEVICE static void turn(uint32_t codes, uint32_t factor, uint32_t (&values)[4]) {
+    bf16_of_int4(codes, factor, values);
+  }
+};
+
+// All stages, weights of four bits. A stage has two pieces of 128 along K, of which a lane turns the group t of four
+// rows: 8 steps of K = 16 each, whose tokens are 16 places in the order of mxfp4_position. Two register sets: one is
+// converted while the other is multiplied.
+template <int kColumns, typename Stages, typename Factors>
+MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& of_lane, float (&sum0)[kColumns / 2],
+                                                float (&sum1)[kColumns / 2]) {
   const int lane = thread_index() % 32, swizzle = lane / 4;
   uint32_t a0[2][2][4], a1[2][2][4];
   for (int step = 0; step < stages.num_steps; ++step) {
@@ -169,8 +220,7 @@ MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExpo
     for (int piece = 0; piece < 2; ++piece) {
       Vec4 rows[2][2];
       uint32_t factors[2][2];
-      // Behind the row's last group are the next row's exponents; one of them may not be finite.
-      const uint32_t mask = 8 * step + 4 * piece < exponents.groups ? 0x00ff00ffu : 0;
+      const uint32_t mask = of_lane.piece(step, piece);
       MOEOPT_UNROLL
       for (int a = 0; a < 2; ++a) {
         MOEOPT_UNROLL
@@ -178,8 +228,7 @@ MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExpo
           const int row = stages.stage_row(a) + lane / 4 + 8 * half;
           rows[a][half] = *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 +
                                                          (((4 * piece + lane % 4) ^ swizzle) << 4));
-          const auto* words = reinterpret_cast<const uint32_t*>(stages.scales()) + row * 4 + piece;
-          factors[a][half] = mxfp4_factor(prmt(words[0], words[1], exponents.selectors[a][half]) & mask);
+          factors[a][half] = of_lane.factor(stages.scales(), row, step, piece, a, half, mask);
         }
       }
       MOEOPT_UNROLL
@@ -187,8 +236,8 @@ MOEOPT_DEVICE void multiply_stages_mxfp4_weights(Stages& stages, const StageExpo
         const auto turn = [&](int a, uint32_t (&to)[2][4]) {
           const Vec4 low = rows[a][0], high = rows[a][1];
           uint32_t lows[4], highs[4];
-          bf16_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, factors[a][0], lows);
-          bf16_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, factors[a][1], highs);
+          Factors::turn(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, factors[a][0], lows);
+          Factors::turn(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, factors[a][1], highs);
           MOEOPT_UNROLL
           for (int k = 0; k < 2; ++k) {
             to[k][0] = lows[2 * k];

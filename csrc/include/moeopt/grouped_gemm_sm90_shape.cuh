@@ -7,6 +7,7 @@
 
 #include "moeopt/device.cuh"
 #include "moeopt/fused_experts.h"
+#include "moeopt/int4.cuh"
 #include "moeopt/route_pairs.cuh"
 #include "moeopt/swiglu.cuh"
 
@@ -23,23 +24,31 @@ constexpr int kExactColumns = 64;        // FP8 x FP8: up to this many columns, 
 template <GemmMode kMode>
 using CompiledTiles = std::conditional_t<
     kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
-    std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
-                       std::conditional_t<kMode == GemmMode::kMxfp4Weights, std::integer_sequence<int, 16, 32, 64, 128>,
-                                          std::integer_sequence<int, 32, 64, 96, 144>>>>;
+    std::conditional_t<
+        kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
+        std::conditional_t<kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights,
+                           std::integer_sequence<int, 16, 32, 64, 128>, std::integer_sequence<int, 32, 64, 96, 144>>>>;
+
+// INT4: of a row in a stage. Up to 8 scales in at most 5 words, then up to 8 zero points in at most 3.
+constexpr int kInt4RowBytes = 32;
+constexpr int kInt4ZeroOffset = 20;
 
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
   static constexpr int kBoxes = 2;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  static constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4Weights;
+  static constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4Weights, kInt4 = kMode == GemmMode::kInt4Weights;
+  static constexpr bool kFourBits = kMxfp4 || kInt4;
   static constexpr int kMapStep = kMode == GemmMode::kBf16 ? 64 : 128;  // elements of the tensor map in 128 bytes
-  static constexpr int kDepth = kMxfp4 ? 256 : kMapStep;                // K per stage: 128 bytes of weights
-  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : kMxfp4 ? 4 : 1;  // of 128 bytes per token
+  static constexpr int kDepth = kFourBits ? 256 : kMapStep;             // K per stage: 128 bytes of weights
+  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : kFourBits ? 4 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios; MXFP4: exponents. Rounded up to keep the
+  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios; MXFP4: exponents;
+  // INT4: scales and zero points of the groups. Rounded up to keep the
   // next stage aligned.
-  static constexpr int kScaleBytes = kMode == GemmMode::kBf16                             ? 0
-                                     : kMxfp4                                             ? kBoxes * kBoxRows * 16
+  static constexpr int kScaleBytes = kMode == GemmMode::kBf16 ? 0
+                                     : kMxfp4                 ? kBoxes * kBoxRows * 16
+                                     : kInt4                  ? kBoxes * kBoxRows * kInt4RowBytes
                                      : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
                                                                                           : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
@@ -76,7 +85,7 @@ MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scal
 }
 
 struct GemmArgs {
-  const void* tokens;        // BF16, permuted BF16 or E4M3 rows; MXFP4: as long as token_stride, else as `depth`
+  const void* tokens;        // BF16, permuted BF16 or E4M3 rows; four bits: as long as token_stride, else as `depth`
   int64_t token_stride;      // elements
   const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
@@ -97,7 +106,8 @@ struct GemmArgs {
   bool weights_evict_first;  // most experts have one token tile
   bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
-  const uint8_t* exponents;  // MXFP4; last, so that kernels without it stay the instructions they were
+  const uint8_t* exponents;  // MXFP4; late, so that kernels without it stay the instructions they were
+  Int4Factors int4;          // likewise
 };
 
 struct GemmRing {
@@ -141,10 +151,10 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
-// Rows from one warp of a math warpgroup to the next, in an operand. With MXFP4 the warps of kUp are 32 rows apart and
-// those of the other warpgroup lie between: 64 rows of h then fill whole 16 bytes of the order of mxfp4_position.
+// Rows from one warp of a math warpgroup to the next, in an operand. With four bits the warps of kUp are 32 rows apart
+// and those of the other warpgroup lie between: 64 rows of h then fill whole 16 bytes of the order of mxfp4_position.
 template <GemmMode kMode, bool kUp>
-constexpr int kWarpRows = kMode == GemmMode::kMxfp4Weights && kUp ? 32 : 16;
+constexpr int kWarpRows = (kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights) && kUp ? 32 : 16;
 // First row of operand `a` that the math warpgroup has.
 template <GemmMode kMode, bool kUp>
 MOEOPT_DEVICE int first_of_operand(int row_tile, int warpgroup, int a) {

@@ -16,6 +16,7 @@
 #define MOEOPT_DEVICE inline
 #define MOEOPT_GRID_CONSTANT
 #define MOEOPT_UNROLL
+#define MOEOPT_NO_UNROLL
 #define MOEOPT_SHARED_BASE(name) unsigned char* const name = ::emulation::machine()->current->block->shared
 
 namespace moeopt {
@@ -98,6 +99,15 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
                         from_bf16_bits(a >> 16) * from_bf16_bits(b >> 16));
 }
 
+inline uint32_t add_bf16x2_low(uint32_t a, uint32_t b) {
+  const float low = from_bf16_bits(b & 0xffffu);
+  return cvt_bf16x2_f32(from_bf16_bits(a & 0xffffu) + low, from_bf16_bits(a >> 16) + low);
+}
+inline uint32_t mul_bf16x2_high(uint32_t a, uint32_t b) {
+  const float high = from_bf16_bits(b >> 16);
+  return cvt_bf16x2_f32(from_bf16_bits(a & 0xffffu) * high, from_bf16_bits(a >> 16) * high);
+}
+
 inline float decode_e4m3(uint32_t bits) {
   const uint32_t exponent = (bits >> 3) & 15u, mantissa = bits & 7u;
   const float sign = (bits & 0x80u) ? -1.0f : 1.0f;
@@ -138,6 +148,7 @@ inline Vec4 ld_global_nc_v4(const void* pointer) {
 inline Vec4 ld_global_nc_no_allocate_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
 inline float ld_global_nc(const float* pointer) { return *pointer; }
 inline uint32_t ld_global_nc(const uint8_t* pointer) { return *pointer; }
+inline uint32_t ld_global_nc(const uint16_t* pointer) { return *pointer; }
 inline Vec4 ld_global_cg_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
 inline float ld_global_cg(const float* pointer) { return *pointer; }
 inline int ld_global_cg(const int* pointer) { return *pointer; }

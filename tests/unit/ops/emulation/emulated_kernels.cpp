@@ -19,20 +19,20 @@ void check(const std::string& failure) {
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
-template <int kWeightBits>
-void run_direct(const DirectArgs& args, const DirectLaunch& launch, uint64_t seed) {
+template <int kWeightBits, bool kInt4 = false>
+void run_direct(const DirectArgsOf<kInt4>& args, const DirectLaunch& launch, uint64_t seed) {
   check(emulation::launch(launch.up_grid, kDirectUpWarps * 32, static_cast<size_t>(launch.up_shared_bytes), seed, [&] {
     if constexpr (kWeightBits == 16) {
       if (launch.up_wide) return direct_up_kernel<kWeightBits, kDirectWide>(args);
     }
-    direct_up_kernel<kWeightBits, kDirectNarrow>(args);
+    direct_up_kernel<kWeightBits, kDirectNarrow, kInt4>(args);
   }));
   check(emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
                           [&] {
                             if (launch.down_grid == args.moe.hidden_size / kDirectRows) {
-                              direct_down_kernel<kWeightBits, true>(args);
+                              direct_down_kernel<kWeightBits, true, kInt4>(args);
                             } else {
-                              direct_down_kernel<kWeightBits, false>(args);
+                              direct_down_kernel<kWeightBits, false, kInt4>(args);
                             }
                           }));
 }
@@ -75,8 +75,8 @@ void run_routing(const Problem& problem, const GroupedWorkspace& workspace, cons
   const RouteArgs args = route_arguments(problem, workspace, launch);
   check(emulation::launch(launch.route_blocks + launch.prepare_blocks, kRouteThreads,
                           static_cast<size_t>(launch.route_shared_bytes), seed, [&] {
-                            const auto kernel = launch.mode == GemmMode::kMxfp4Weights ? count_pairs_kernel<true>
-                                                                                       : count_pairs_kernel<false>;
+                            const auto kernel =
+                                has_four_bits(launch.mode) ? count_pairs_kernel<true> : count_pairs_kernel<false>;
                             kernel(args, prepare_arguments(problem, workspace, launch.mode));
                           }));
   if (launch.route_blocks == 1) return;
@@ -97,6 +97,10 @@ Problem run_router(const Problem& problem, int* ids, float* weights, uint64_t se
 void run_experts(const Problem& given, const DirectWorkspace& workspace, const DirectLaunch& launch, uint64_t seed,
                  bool /*routing_only*/) {
   const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
+  if (is_int4(problem)) {
+    const DirectInt4Args args{problem.moe, workspace.h, w13_factors(problem.int4), w2_factors(problem.int4)};
+    return run_direct<4, true>(args, launch, seed);
+  }
   const DirectArgs args = {problem.moe, workspace.h};
   const int bits = weight_bits(problem.moe);
   (bits == 4 ? run_direct<4> : bits == 8 ? run_direct<8> : run_direct<16>)(args, launch, seed);
@@ -107,10 +111,11 @@ void run_experts(const Problem& given, const GroupedWorkspace& workspace, const 
   const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
   run_routing(problem, workspace, launch, seed);
   if (routing_only) return;
-  const auto run = launch.mode == GemmMode::kBf16         ? run_gemms<GemmMode::kBf16>
-                   : launch.mode == GemmMode::kFp8        ? run_gemms<GemmMode::kFp8>
-                   : launch.mode == GemmMode::kFp8Weights ? run_gemms<GemmMode::kFp8Weights>
-                                                          : run_gemms<GemmMode::kMxfp4Weights>;
+  const auto run = launch.mode == GemmMode::kBf16          ? run_gemms<GemmMode::kBf16>
+                   : launch.mode == GemmMode::kFp8         ? run_gemms<GemmMode::kFp8>
+                   : launch.mode == GemmMode::kFp8Weights  ? run_gemms<GemmMode::kFp8Weights>
+                   : launch.mode == GemmMode::kInt4Weights ? run_gemms<GemmMode::kInt4Weights>
+                                                           : run_gemms<GemmMode::kMxfp4Weights>;
   run(problem, workspace, launch, seed);
   const CombineArgs combine = combine_arguments(problem, workspace);
   const FusedExpertsArgs& moe = problem.moe;
@@ -121,16 +126,16 @@ void run_experts(const Problem& given, const GroupedWorkspace& workspace, const 
   }
 }
 
-py::dict emulate_layout(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
-                        uintptr_t buffer) {
-  return layout_to_python(lay_out(problem_from_python(experts, router), from_python<Variant>("variant", variant),
+py::dict emulate_layout(const py::dict& experts, const py::object& router, const py::object& int4,
+                        const py::dict& variant, int multiprocessors, uintptr_t buffer) {
+  return layout_to_python(lay_out(problem_from_python(experts, router, int4), from_python<Variant>("variant", variant),
                                   multiprocessors, buffer, nullptr));
 }
 
 // routing_only: stop before the first GEMM.
-void emulate_run(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
-                 uintptr_t buffer, uintptr_t counters, uint64_t seed, bool routing_only) {
-  const Problem problem = problem_from_python(experts, router);
+void emulate_run(const py::dict& experts, const py::object& router, const py::object& int4, const py::dict& variant,
+                 int multiprocessors, uintptr_t buffer, uintptr_t counters, uint64_t seed, bool routing_only) {
+  const Problem problem = problem_from_python(experts, router, int4);
   const auto kernels = from_python<Variant>("variant", variant);
   const auto run = [&](const auto& layout) {
     run_experts(problem, layout.workspace, layout.launch, seed, routing_only);
@@ -140,8 +145,8 @@ void emulate_run(const py::dict& experts, const py::object& router, const py::di
 
 void emulate_router(const py::dict& experts, const py::object& router, uintptr_t ids, uintptr_t weights,
                     uint64_t seed) {
-  run_router(problem_from_python(experts, router), reinterpret_cast<int*>(ids), reinterpret_cast<float*>(weights),
-             seed);
+  run_router(problem_from_python(experts, router, py::none()), reinterpret_cast<int*>(ids),
+             reinterpret_cast<float*>(weights), seed);
 }
 
 // The values of 8 codes with the exponent of their group, as the kernels multiply and rescale them.
@@ -150,6 +155,15 @@ std::vector<double> mxfp4_values(uint32_t codes, uint32_t exponent) {
   bf16_of_e2m1(codes, mxfp4_factor_of_byte(exponent), words);
   std::vector<double> values;
   for (int i = 0; i < 8; ++i) values.push_back(static_cast<double>(half_of(words[i % 4], i / 4)) * kMxfp4Rescale);
+  return values;
+}
+
+// The weights of 8 codes, as the kernels multiply them.
+std::vector<double> int4_values(uint32_t codes, uint32_t scale, uint32_t zero) {
+  uint32_t words[4];
+  bf16_of_int4(codes, int4_factor(scale, zero), words);
+  std::vector<double> values;
+  for (int i = 0; i < 8; ++i) values.push_back(static_cast<double>(half_of(words[i % 4], i / 4)));
   return values;
 }
 
@@ -162,13 +176,15 @@ std::vector<int> tile_list(std::integer_sequence<int, kTokens...>) {
 
 PYBIND11_MODULE(emulated_kernels, module) {
   module.def("cuda_layout", &emulate_layout);
-  module.def("cuda_run", &emulate_run, py::arg("experts"), py::arg("router"), py::arg("variant"),
+  module.def("cuda_run", &emulate_run, py::arg("experts"), py::arg("router"), py::arg("int4"), py::arg("variant"),
              py::arg("multiprocessors"), py::arg("buffer"), py::arg("counters"), py::arg("seed"),
              py::arg("routing_only") = false);
   module.def("router", &emulate_router);
   module.def("mxfp4_values", &mxfp4_values);
+  module.def("int4_values", &int4_values);
   module.attr("direct_limits") = std::pair<int, int>{kDirectTokens, kDirectPairs};
   module.attr("tiles") = std::vector<std::vector<int>>{
       tile_list(CompiledTiles<GemmMode::kBf16>()), tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
-      tile_list(CompiledTiles<GemmMode::kFp8>()), tile_list(CompiledTiles<GemmMode::kMxfp4Weights>())};
+      tile_list(CompiledTiles<GemmMode::kFp8>()), tile_list(CompiledTiles<GemmMode::kMxfp4Weights>()),
+      tile_list(CompiledTiles<GemmMode::kInt4Weights>())};
 }
