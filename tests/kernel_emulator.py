@@ -95,7 +95,7 @@ def make_case(
     int64_ids: bool = False,
     seed: int = 1,
 ) -> Case:
-    """Fresh random inputs; `fp8`: None, "block" or "channel"; `mxfp4`: random codes and exponents; `int4`: the group."""
+    """Fresh random inputs; `fp8`: None, "block" or "channel"; `mxfp4`: random codes and exponents; `int4`: a group."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=g).bfloat16()
     w13 = torch.randn(experts, 2 * width, hidden, generator=g) / hidden**0.5

@@ -8,7 +8,6 @@
 
 #include "moeopt/fields.h"
 #include "moeopt/fused_experts.h"
-#include "moeopt/int4.cuh"
 #include "moeopt/router.h"
 
 namespace moeopt {
@@ -18,7 +17,7 @@ struct TokenTile;
 // INT4 weights: what FusedExpertsArgs has no place for. It says kFloat4E2M1, whose codes are stored likewise, and kNone
 // as kind of scale.
 struct Int4Args {
-  const uint16_t* w13_scale;  // as Int4Factors; null: the weights are not INT4
+  const uint16_t* w13_scale;  // as Int4Factors (int4.cuh); null: the weights are not INT4
   const uint16_t* w2_scale;
   const uint8_t* w13_zero;
   const uint8_t* w2_zero;

@@ -75,7 +75,8 @@ def _why_not_int4(problem: CudaProblem) -> str | None:
     for name, (weight, scale, zero) in (("w13", w13), ("w2", w2)):
         # FP16 has more digits than the BF16 that is multiplied: the caller decides how to round them.
         if scale is None or scale.dtype != torch.bfloat16:
-            return f"CUDA kernels take bfloat16 scales of INT4 weights, got {name}_scale {None if scale is None else scale.dtype}"
+            got = None if scale is None else scale.dtype
+            return f"CUDA kernels take bfloat16 scales of INT4 weights, got {name}_scale {got}"
         if scale.shape[:2] != weight.shape[:2] or (zero is not None and zero.shape != scale.shape):
             return f"CUDA kernels need a scale (and zero point) per group and row of {name}, got {list(scale.shape)}"
         for tensor in (scale, zero):

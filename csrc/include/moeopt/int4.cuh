@@ -10,7 +10,6 @@
 #pragma once
 
 #include "moeopt/device.cuh"
-#include "moeopt/fields.h"
 
 namespace moeopt {
 
@@ -21,8 +20,6 @@ struct Int4Factors {
   const uint16_t* scale;  // BF16 [E, rows, K / group], contiguous, on 4 bytes
   const uint8_t* zero;    // [E, rows, K / group], likewise, 0 to 15; or null
   int32_t shift;          // group = 1 << shift: 32, 64 or 128
-
-  MOEOPT_FIELDS(scale, zero, shift)
 };
 
 // What turns codes of one group into weights: the scale in the high half, -(128 + zero point) in the low one.
