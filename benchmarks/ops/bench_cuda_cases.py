@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -52,29 +53,49 @@ SHAPES = {
 TINY = Shape("tiny", 272, 208, 6, 2)
 TINY_MXFP4 = Shape("tiny", 288, 224, 6, 2)
 """The sizes of MXFP4 are multiples of 32."""
+TINY_INT4 = Shape("tiny", 384, 640, 6, 2)
+"""Those of INT4 are multiples of its groups."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-DTYPES = ("bf16", "fp8", "mxfp4")
+DTYPES = ("bf16", "fp8", "mxfp4", "int4_g32z", "int4_g128")
+"""Of which the families are checked. INT4 has groups of 32, 64 or 128 weights; z: with zero points."""
 _BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
 """Of a weight; that of MXFP4 with its share of an exponent."""
+_INT4 = re.compile(r"int4_g(32|64|128)(z?)")
+
+
+def is_int4(dtype: str) -> bool:
+    """Whether the name is one of INT4."""
+    return _INT4.fullmatch(dtype) is not None
+
+
+def bytes_per_weight(dtype: str) -> float:
+    """With its share of what its group has, as our kernels read it: a scale of 2 bytes, a zero point of 1."""
+    match = _INT4.fullmatch(dtype)
+    return _BYTES[dtype] if match is None else 0.5 + (3 if match[2] else 2) / int(match[1])
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One weight set: BF16, E4M3 with 128 x 128 scales, or MXFP4."""
+    """One weight set: BF16, E4M3 with 128 x 128 scales, MXFP4, or INT4 with BF16 scales."""
 
     w13: Tensor
     w2: Tensor
     w13_scale: Tensor | None
     w2_scale: Tensor | None
+    w13_zero: Tensor | None = None
+    w2_zero: Tensor | None = None
 
 
 def make_weights(shape: Shape, dtype: str, seed: int) -> Weights:
-    """Random weights on the GPU, never zeros but for a sixteenth of MXFP4's codes."""
+    """Random weights on the GPU, never zeros but for a sixteenth of 4-bit codes."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     if dtype == "mxfp4":
         return _make_mxfp4(shape, g)
+    match = _INT4.fullmatch(dtype)
+    if match is not None:
+        return _make_int4(shape, int(match[1]), zero_points=bool(match[2]), g=g)
     w13 = torch.empty(shape.experts, 2 * shape.width, shape.hidden, device="cuda", dtype=torch.bfloat16)
     w2 = torch.empty(shape.experts, shape.hidden, shape.width, device="cuda", dtype=torch.bfloat16)
     w13.normal_(0, shape.hidden**-0.5, generator=g)
@@ -109,6 +130,32 @@ def _make_mxfp4(shape: Shape, g: torch.Generator) -> Weights:
         codes_and_exponents(shape.hidden, shape.width),
     )
     return Weights(w13, w2, w13_scale, w2_scale)
+
+
+def _make_int4(shape: Shape, group: int, *, zero_points: bool, g: torch.Generator) -> Weights:
+    """Codes and zero points drawn evenly, scales over a range of 4, products about 1."""
+
+    def parts(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        def bytes_below(limit: int, width: int) -> Tensor:
+            size = (shape.experts, rows, width)
+            return torch.randint(0, limit, size, device="cuda", dtype=torch.uint8, generator=g)
+
+        scale = torch.rand(shape.experts, rows, columns // group, device="cuda", generator=g)
+        scale = scale.add_(0.33).mul_(0.2 * columns**-0.5).bfloat16()
+        return bytes_below(256, columns // 2), scale, bytes_below(16, columns // group) if zero_points else None
+
+    (w13, w13_scale, w13_zero), (w2, w2_scale, w2_zero) = (
+        parts(2 * shape.width, shape.hidden),
+        parts(shape.hidden, shape.width),
+    )
+    return Weights(w13, w2, w13_scale, w2_scale, w13_zero, w2_zero)
+
+
+def int4_values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The weights [E, N, K] in FP32, which holds them exactly."""
+    values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).float().unflatten(-1, (scale.shape[-1], -1))
+    points = 8.0 if zero is None else zero.float().unsqueeze(-1)
+    return ((values - points) * scale.float().unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -159,6 +206,8 @@ def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
         topk_ids=tokens.topk_ids,
         w13_scale=weights.w13_scale,
         w2_scale=weights.w2_scale,
+        w13_zero=weights.w13_zero,
+        w2_zero=weights.w2_zero,
         expert_map=tokens.expert_map,
     )
 
@@ -166,11 +215,11 @@ def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
 def floor_us(shape: Shape, tokens: Tokens, *, dtype: str, bytes_per_s: float, flops_per_s: float) -> float:
     """Least time: every hit expert read once, activations in and out once; or the arithmetic, if that takes longer.
 
-    FP8 arithmetic is counted at twice the measured BF16 rate; MXFP4 weights are multiplied in BF16.
+    FP8 arithmetic is counted at twice the measured BF16 rate; 4-bit weights are multiplied in BF16.
     """
     here = tokens.topk_ids[tokens.topk_ids < shape.experts]
     hit, pairs = int(here.unique().numel()), here.numel()
-    weight_bytes = hit * 3 * shape.hidden * shape.width * _BYTES[dtype]
+    weight_bytes = hit * 3 * shape.hidden * shape.width * bytes_per_weight(dtype)
     token_bytes = 2 * tokens.x.numel() * 2
     flops = 2.0 * pairs * 3 * shape.hidden * shape.width
     rate = flops_per_s * (2 if dtype == "fp8" else 1)

@@ -2,13 +2,13 @@
 
     python benchmarks/ops/bench_cuda_fused_experts.py --out FOLDER [--budget-s 460]
 
-Beside vLLM's Triton kernels (Marlin's for MXFP4): DeepGEMM's FP8 experts, where vLLM has them.
+Beside vLLM's Triton kernels (Marlin's for MXFP4 and INT4): DeepGEMM's FP8 experts, where vLLM has them.
 
 In this order, each result written and printed as it comes, until the budget is spent:
   1. bash build.sh (--no-build leaves it out), the two ceilings of the machine;
   2. correctness per kernel family, each in its own process with a time limit: a family that hangs, crashes or is
      wrong is reported and left out of the timing, the others go on;
-  3. timing: BF16, FP8, MXFP4 (--dtypes), uniform then Zipf routing, the reference shape first, the unknown T first;
+  3. timing: BF16, FP8, MXFP4 (--dtypes; INT4: int4_g32, _g64, _g128, with zero points _g128z), uniform then Zipf routing, the reference shape first, the unknown T first;
   4. the weights' types beside each other: our fastest kernel of each.
 Each timed side is a CUDA graph of 8 calls on 8 weight sets (L2-cold) with their own routing; sides alternate.
 FOLDER/record.json has it all: kept as benchmarks/records/<date>_<gpu>_fused_experts.json, it is what
@@ -40,6 +40,8 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 NUM_SETS = 8
 BF16_ORDER = (1, 8, 64, 4096, 2, 4, 16, 32, 128, 512, 256, 1024, 2048, 8192)
 CHECK_LIMIT_S = 90
+MARLIN_ERROR = 0.03
+"""Chosen: ten times what BF16 products lose; another order of the weights is off by about 1."""
 DEEP_GEMM_FROM_TOKENS = 64  # below, its tiles of 128 tokens per expert are mostly padding
 
 
@@ -141,14 +143,24 @@ def check_families(out: Path) -> dict[str, bool]:
 def check_family(family: str, *, small: bool) -> int:
     """Every variant of a family on several sizes, with fresh inputs, twice for equal bits; 0 if all are right."""
     import torch
-    from bench_cuda_cases import DTYPES, SHAPES, TINY, TINY_MXFP4, make_tokens, make_weights, problem_of
-    from bench_cuda_sides import error_bound, errors, family_of, variants_for
+    from bench_cuda_cases import (
+        DTYPES,
+        SHAPES,
+        TINY,
+        TINY_INT4,
+        TINY_MXFP4,
+        is_int4,
+        make_tokens,
+        make_weights,
+        problem_of,
+    )
+    from bench_cuda_sides import errors, family_of, variants_for
 
     from moe_optimizer.ops import cuda_dispatch
 
     wrong = 0
     for dtype in DTYPES:
-        tiny = TINY_MXFP4 if dtype == "mxfp4" else TINY
+        tiny = TINY_INT4 if is_int4(dtype) else TINY_MXFP4 if dtype == "mxfp4" else TINY
         for shape in [tiny] if small else [tiny, SHAPES["qwen3-30b-a3b"]]:
             weights = make_weights(shape, dtype, seed=1)
             for tokens in (1, 3, 8, 16, 40, 130, 700):
@@ -189,7 +201,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     facts = {
         **head(
             "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton), DeepGEMM's FP8 "
-            "and Marlin's MXFP4 experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
+            "and Marlin's 4-bit experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
         ),
         "environment": {**device_facts(), "vllm": None if vllm is None else vllm.version},
         **ceilings, "why_no_vllm": why_no_vllm,
@@ -279,17 +291,18 @@ class Peers(NamedTuple):
 
 def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilings: dict[str, float]) -> None:
     """Time all sides of one case, print a line per side, append the record."""
-    from bench_cuda_cases import floor_us, make_tokens, problem_of
-    from bench_cuda_sides import family_of, our_call, our_call_from_logits, variants_for
+    from bench_cuda_cases import floor_us, is_int4, make_tokens, problem_of
+    from bench_cuda_sides import errors, family_of, our_call, our_call_from_logits, variants_for
     from bench_cuda_timing import summary, time_interleaved
 
     vllm, deep_gemm, marlin = peers
     shape, dtype, routing, tokens, weights = case.shape, case.dtype, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
     sides = {}
-    if marlin is not None and dtype == "mxfp4":
+    four_bits = dtype == "mxfp4" or is_int4(dtype)
+    if marlin is not None and four_bits:
         sides["vllm"] = [marlin.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
-    if vllm is not None and dtype != "mxfp4":
+    if vllm is not None and not four_bits:
         sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
         if tokens <= 16:
             sides["vllm gate+experts"] = [vllm.layer(w, t, shape) for w, t in zip(weights, inputs, strict=True)]
@@ -299,10 +312,14 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     for variant in variants_for(problems[0]):
         if right[family_of(variant, dtype)]:
             sides[str(variant)] = [our_call(p, variant) for p in problems]
-    if tokens <= 16 and right["direct"] and dtype != "mxfp4":
+    if tokens <= 16 and right["direct"] and not four_bits:
         sides["flash_dmoe from logits"] = [
             our_call_from_logits(w, t, shape) for w, t in zip(weights, inputs, strict=True)
         ]
+    if marlin is not None and is_int4(dtype) and tokens <= 16:  # its order of INT4 is made here, not by vLLM
+        error = errors(problems[0], sides["vllm"][0]())[0]
+        if not error <= MARLIN_ERROR:
+            raise RuntimeError(f"Marlin's error is {error:.2e}: its weights are in a wrong order")
     samples = time_interleaved(sides)
     rates = {"bytes_per_s": ceilings["copy_bytes_per_s"], "flops_per_s": ceilings["bf16_flops_per_s"]}
     floors = [floor_us(shape, t, dtype=dtype, **rates) for t in inputs]

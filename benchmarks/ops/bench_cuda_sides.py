@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from bench_cuda_cases import Shape, Tokens, Weights, problem_of
+from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
 from moe_optimizer.ops.cuda_variants import (
@@ -33,13 +33,15 @@ FAMILIES: tuple[str, ...] = (
     "grouped-fp8",
     "direct-mxfp4",
     "grouped-mxfp4_weights",
+    "direct-int4",
+    "grouped-int4_weights",
 )
 
 
 def family_of(variant: Variant, dtype: str) -> str:
     """The group of kernels a variant belongs to: what is excluded together when a check fails."""
     if isinstance(variant, DirectVariant):
-        return "direct-mxfp4" if dtype == "mxfp4" else "direct"
+        return "direct-int4" if is_int4(dtype) else "direct-mxfp4" if dtype == "mxfp4" else "direct"
     return f"grouped-{variant.mode.name.lower()}"
 
 
@@ -109,20 +111,28 @@ class Vllm:
 
 
 class Marlin:
-    """vLLM's experts for MXFP4 on Hopper: weights and scales in Marlin's order, BF16 products."""
+    """vLLM's experts for MXFP4 and INT4 on Hopper: weights and scales in Marlin's order, BF16 products."""
 
     def __init__(self) -> None:
         from vllm import _custom_ops
         from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+            marlin_moe_permute_scales,
+            marlin_zero_points,
+        )
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
         from vllm.scalar_type import scalar_types
 
-        self._ops, self._run = _custom_ops, fused_marlin_moe
-        self._prepare, self._type = prepare_moe_mxfp4_layer_for_marlin, scalar_types.float4_e2m1f.id
+        self._ops, self._run, self._types = _custom_ops, fused_marlin_moe, scalar_types
+        self._prepare = prepare_moe_mxfp4_layer_for_marlin
+        self._permute_scales, self._zero_points = marlin_moe_permute_scales, marlin_zero_points
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:
         """With given ids. The weights are copied into its order when they are met first."""
-        w13, w2, w13_scale, w2_scale = self._prepared(weights)
+        w13, w2, w13_scale, w2_scale, *zeros = self._prepared(weights)
+        w13_zeros, w2_zeros = zeros if zeros else (None, None)
+        types, integers = self._types, weights.w13_scale is not None and weights.w13_scale.is_floating_point()
+        quant_type = types.uint4 if zeros else types.uint4b8 if integers else types.float4_e2m1f
         out = torch.empty_like(tokens.x)
 
         def moe_sum(rows: torch.Tensor, to: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
@@ -134,9 +144,9 @@ class Marlin:
 
         def call() -> torch.Tensor:
             self._run(
-                tokens.x, w13, w2, None, None, w13_scale, w2_scale, tokens.topk_weights, tokens.topk_ids, self._type,
+                tokens.x, w13, w2, None, None, w13_scale, w2_scale, tokens.topk_weights, tokens.topk_ids, quant_type.id,
                 global_num_experts=-1 if tokens.expert_map is None else tokens.expert_map.numel(),
-                expert_map=tokens.expert_map, moe_sum=moe_sum, output=out,
+                expert_map=tokens.expert_map, moe_sum=moe_sum, output=out, w1_zeros=w13_zeros, w2_zeros=w2_zeros,
             )  # fmt: skip
             return out
 
@@ -147,10 +157,33 @@ class Marlin:
         if found is None:
             assert weights.w13_scale is not None
             assert weights.w2_scale is not None
-            layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
-            found = self._prepare(layer, weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, None, None)[:4]
+            if weights.w13_scale.is_floating_point():
+                found = self._prepared_int4(weights)
+            else:
+                layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
+                scales = (weights.w13_scale, weights.w2_scale)
+                found = self._prepare(layer, weights.w13, weights.w2, *scales, None, None)[:4]
             object.__setattr__(weights, "_marlin", found)  # lives as long as the weights
         return found
+
+    def _prepared_int4(self, weights: Weights) -> tuple[torch.Tensor, ...]:
+        """As vLLM prepares GPTQ's experts: codes with 8 of K in a word, scales and zero points by group and row."""
+        codes, scales, zeros = [], [], []
+        for weight, scale, zero in (
+            (weights.w13, weights.w13_scale, weights.w13_zero),
+            (weights.w2, weights.w2_scale, weights.w2_zero),
+        ):
+            assert scale is not None
+            rows, columns, groups = weight.shape[1], 2 * weight.shape[2], scale.shape[2]
+            words = weight.view(torch.int32).transpose(1, 2).contiguous()
+            codes.append(self._ops.gptq_marlin_moe_repack(words, columns, rows, 4))
+            by_group = scale.transpose(1, 2).contiguous()
+            scales.append(self._permute_scales(by_group, columns, rows, columns // groups))
+            if zero is not None:
+                of_all = zero.transpose(1, 2).reshape(-1, rows)
+                packed = self._zero_points(of_all, of_all.shape[0], rows, 4)
+                zeros.append(packed.view(zero.shape[0], groups, -1).contiguous())
+        return (*codes, *scales, *zeros)
 
 
 class DeepGemm:
@@ -224,9 +257,15 @@ def errors(problem: CudaProblem, out: torch.Tensor) -> tuple[float, float]:
     """Relative error of `out` and of torch in BF16, both against FP32 on the same (dequantised) weights."""
     assert problem.topk_weights is not None
     assert problem.topk_ids is not None
-    arguments = (problem.x, problem.w13, problem.w2, problem.topk_weights, problem.topk_ids)
+    w13, w2, w13_scale, w2_scale = problem.w13, problem.w2, problem.w13_scale, problem.w2_scale
+    if problem.int4:
+        assert w13_scale is not None
+        assert w2_scale is not None
+        w13, w13_scale = int4_values(w13, w13_scale, problem.w13_zero), None
+        w2, w2_scale = int4_values(w2, w2_scale, problem.w2_zero), None
+    arguments = (problem.x, w13, w2, problem.topk_weights, problem.topk_ids)
     options = {
-        "w13_scale": problem.w13_scale, "w2_scale": problem.w2_scale, "w13_bias": problem.w13_bias,
+        "w13_scale": w13_scale, "w2_scale": w2_scale, "w13_bias": problem.w13_bias,
         "w2_bias": problem.w2_bias, "expert_map": problem.expert_map, "activation": problem.activation,
     }  # fmt: skip
     want = reference.fused_experts(*arguments, **options).float()
