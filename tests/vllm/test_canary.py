@@ -96,7 +96,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
         moe_kernel=fp8_kernel(layer.w13_weight_scale, layer.w2_weight_scale), weight_scale_name="weight_scale"
     )
     server = Server(session, kernels, torch.nn.Sequential(layer))
-    server.forward()
+    # As vLLM does: what the layer keeps are inference tensors, and weights are reloaded outside of this mode.
+    with torch.inference_mode():
+        server.forward()
     return server
 
 
