@@ -96,7 +96,7 @@ class _Manager(_Captures):
         self.runner = runner
         self._capture_descs = {CUDAGraphMode.FULL: [runner.graph]}
 
-    def capture(self, model: Any) -> None:  # type: ignore[override]
+    def capture(self, model: Any) -> None:  # pyrefly: ignore[bad-override]
         def create(graph: Any, warmup: bool) -> Any:
             def forward(mode: Any) -> None:
                 self.runner.computed += 1
