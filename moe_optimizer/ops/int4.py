@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.specs.expert_formats import INT4_GROUPS
 
 CODES_PER_BYTE = 2
 CODE_DTYPE = torch.uint8
 """Of the codes, two in an element, and of the zero points, one in an element."""
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
-GROUPS = (32, 64, 128)
+GROUPS = INT4_GROUPS
 """Columns that share a scale."""
 SYMMETRIC_ZERO = 8
 """Of every group without zero points."""

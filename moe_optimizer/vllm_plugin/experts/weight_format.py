@@ -22,6 +22,7 @@ WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
     "gpt_oss": "moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss:GptOssWeights",
+    "int4": "moe_optimizer.vllm_plugin.experts.weight_format_int4:Int4Weights",
     "mxfp4": "moe_optimizer.vllm_plugin.experts.weight_format_mxfp4:Mxfp4Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -52,7 +53,7 @@ class KernelWeights(NamedTuple):
     w2: torch.Tensor
     """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """fp8: float32, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
+    """fp8: float32, int4: bfloat16, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
     """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
