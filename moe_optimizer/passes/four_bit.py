@@ -15,7 +15,7 @@ from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _RECORDS = {
-    "cpu": "benchmarks/records/2026-11-23_epyc_four_bit.json",
+    "cpu": "benchmarks/records/2026-11-24_epyc_four_bit.json",
     "cuda": "benchmarks/records/2026-11-23_h100_mxfp4_experts.json",
 }
 
@@ -70,7 +70,7 @@ class FourBit(OptimizationPass):
             f"loading"
             f"{_found_while_loading(ctx, section.max_layer_error, bits)}; the output changes, and {UNJUDGED}",
             Applier.PLUGIN,
-            evidence=() if section.format == INT4 else (_RECORDS[ctx.device],),
+            evidence=(_RECORDS[ctx.device],),
             gain=self.gain(ctx),
             params=FourBitParams(
                 weight_format=section.format,
