@@ -9,6 +9,7 @@ from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
 from moe_optimizer.specs.expert_formats import INT4, MXFP4, MXFP4_GROUP, four_bits
 
+_INT4_OP = "int4_experts"
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
@@ -38,7 +39,10 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
             f"needs a hidden size and an expert width in multiples of {section.group}, which share a scale, "
             f"found {model.expert_hidden_size} and {width}"
         )
-    return why_not_for_converted_weights(ctx)
+    why = why_not_for_converted_weights(ctx)
+    if not why and section.format == INT4 and _INT4_OP not in ctx.software.kernels.cpu_ops:
+        return f"{_INT4_OP} has no CPU kernel in this build"
+    return why
 
 
 def will_be_in_four_bits(ctx: PlanContext) -> bool:

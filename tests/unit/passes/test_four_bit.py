@@ -74,6 +74,7 @@ def test_int4_is_converted_with_the_bits_of_its_groups(group: int, bits: float):
         ({"model": qwen3_30b_a3b(), "hardware": gpus("h100_sxm", 1)}, "on the CPU only"),
         ({"model": dataclasses.replace(tiny_moe(), moe_intermediate_size=96)}, "multiples of 64"),
         ({"profile": with_section(format="mxfp4", group=64)}, "mxfp4 has a scale per 32"),
+        ({"software": software("cpu", cpu_ops=("fused_experts",))}, "int4_experts has no CPU kernel"),
     ],
 )
 def test_what_has_no_int4_kernel_or_no_whole_groups_is_refused(changes: dict[str, Any], why: str):
