@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, mxfp4, reference
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, columns_of, holds_mxfp4
+from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE
 from moe_optimizer.ops.int4 import Int4Weight
 from moe_optimizer.ops.int4_experts import int4_experts
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, experts_fields
@@ -127,8 +128,8 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
     check.dtype("w13", w13, x.dtype, torch.float8_e4m3fn, mxfp4.PACKED_DTYPE)
     if holds_mxfp4(w13):
         check.shape("w2", w2, "E", "H", "I / 2")
-        check.bind("2I", mxfp4.CODES_PER_BYTE * 2 * w2.shape[2], "four times w2 dim 2")
-        check.bind("H / 2", x.shape[1] // mxfp4.CODES_PER_BYTE, "half of x dim 1")
+        check.bind("2I", CODES_PER_BYTE * 2 * w2.shape[2], "four times w2 dim 2")
+        check.bind("H / 2", x.shape[1] // CODES_PER_BYTE, "half of x dim 1")
         check.shape("w13", w13, "E", "2I", "H / 2")
     else:
         check.shape("w2", w2, "E", "H", "I")

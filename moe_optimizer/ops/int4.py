@@ -4,8 +4,8 @@ Legend: E experts, N output channels (rows), K input channels (columns) of one m
 
     weight[e, n, k] = (code[e, n, k] - zero[e, n, k // G]) * scale[e, n, k // G]
 
-Byte j of a packed row holds column 2j in its low half and 2j + 1 in its high half; codes and zero points are 0 to 15.
-What checkpoints store becomes this layout in `int4_readers`.
+Codes lie as in `four_bit_codes`; codes and zero points are 0 to 15. What checkpoints store becomes this
+layout in `int4_readers`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE, check_weight, groups_of_rows, pack_pairs, unpack_pairs
 from moe_optimizer.specs.expert_formats import INT4_GROUPS
 
-CODES_PER_BYTE = 2
 CODE_DTYPE = torch.uint8
 """Of the codes, two in an element, and of the zero points, one in an element."""
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
@@ -31,8 +31,6 @@ _LARGEST_CODE = 15
 # Chosen: shares of the scale that keeps the largest weight. A smaller one clips it and is finer for the others; below
 # the last, no group of the normal distribution is better off.
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
-# Chosen: the FP32 intermediate of one step, of which there are some ten.
-CHUNK_ELEMENTS = 2 * 1024 * 1024
 
 
 class Int4Weight(NamedTuple):
@@ -103,34 +101,17 @@ def quantize_int4(
     Numerics: codes are the nearest to weight / scale + zero, ties to the even code, for the scale as it is stored.
     Memory: the results and some 100 MB.
     """
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TensorContractError(f"quantize_int4: weight: got {weight.dtype}, expected float32, bfloat16 or float16")
     if scale_dtype not in SCALE_DTYPES:
         raise TensorContractError(f"quantize_int4: scale_dtype: got {scale_dtype}, expected bfloat16 or float16")
     if group not in GROUPS:
         raise TensorContractError(f"quantize_int4: group: got {group}, expected one of {', '.join(map(str, GROUPS))}")
-    if weight.dim() not in (2, 3) or weight.shape[-1] % group:
-        raise TensorContractError(
-            f"quantize_int4: weight: got shape {list(weight.shape)}, "
-            f"expected [N, K] or [E, N, K] with K a multiple of {group}"
-        )
-    matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    experts, rows, columns = matrices.shape
+    check_weight("quantize_int4", weight, group)
+    experts, (rows, columns) = weight.shape[0] if weight.dim() == 3 else 1, weight.shape[-2:]
     codes = torch.empty((experts, rows, columns // CODES_PER_BYTE), dtype=CODE_DTYPE, device=weight.device)
     scale = torch.empty((experts, rows, columns // group), dtype=scale_dtype, device=weight.device)
     zero = torch.empty(scale.shape, dtype=CODE_DTYPE, device=weight.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for expert, matrix in enumerate(matrices):
-        for begin in range(0, rows, step):
-            some = slice(begin, begin + step)
-            values = matrix[some].float()
-            if not bool(values.isfinite().all()):
-                where = f"expert {expert}" if weight.dim() == 3 else "the matrix"
-                raise TensorContractError(
-                    f"quantize_int4: weight: {where} has values that are infinite or not a number"
-                )
-            groups = values.unflatten(-1, (-1, group))
-            codes[expert, some], scale[expert, some], zero[expert, some] = _quantize(groups, zero_points, scale_dtype)
+    for part, groups in groups_of_rows("quantize_int4", weight, group):
+        codes[part], scale[part], zero[part] = _quantize(groups, zero_points, scale_dtype)
     result = Int4Weight(codes, scale, zero if zero_points else None)
     return result if weight.dim() == 3 else result.expert(0)
 
@@ -150,17 +131,6 @@ def dequantize_int4(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> T
     codes = unpack_pairs(weight.codes).unflatten(-1, (-1, weight.group)).to(exact)
     zero = SYMMETRIC_ZERO if weight.zero is None else weight.zero.unsqueeze(-1).to(exact)
     return ((codes - zero) * weight.scale.unsqueeze(-1).to(exact)).flatten(-2).to(dtype)
-
-
-def pack_pairs(codes: Tensor) -> Tensor:
-    """Return uint8 [.., K / 2] from codes [.., K] of any integer dtype, 0 to 15."""
-    pairs = codes.to(CODE_DTYPE).unflatten(-1, (-1, CODES_PER_BYTE))
-    return pairs[..., 0] | pairs[..., 1] << 4
-
-
-def unpack_pairs(packed: Tensor) -> Tensor:
-    """Return the codes uint8 [.., K] of uint8 [.., K / 2]."""
-    return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
 
 
 def _quantize(groups: Tensor, zero_points: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

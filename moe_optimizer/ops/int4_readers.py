@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops.int4 import CODE_DTYPE, SYMMETRIC_ZERO, Int4Weight, pack_pairs, unpack_pairs, why_not_int4
+from moe_optimizer.ops.four_bit_codes import pack_pairs, unpack_pairs
+from moe_optimizer.ops.int4 import CODE_DTYPE, SYMMETRIC_ZERO, Int4Weight, why_not_int4
 
 CODES_PER_WORD = 8
 _NATURAL = tuple(range(CODES_PER_WORD))

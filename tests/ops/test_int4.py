@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import int4
+from moe_optimizer.ops import four_bit_codes
 from moe_optimizer.ops.int4 import Int4Weight, dequantize_int4, quantize_int4
 from moe_optimizer.ops.int4_readers import from_awq, from_compressed_tensors, from_gptq
 
@@ -66,7 +66,7 @@ def test_quantised_weights_lie_within_half_a_scale_or_are_clipped(
     weight = quantize_int4(values, group, zero_points=zero_points, scale_dtype=scale_dtype)
     assert weight.codes.shape == (3, 5, 128)
     assert (weight.scale.shape, weight.scale.dtype) == ((3, 5, 256 // group), scale_dtype)
-    codes = int4.unpack_pairs(weight.codes)
+    codes = four_bit_codes.unpack_pairs(weight.codes)
     step = weight.scale.double().repeat_interleave(group, -1)
     far = (dequantize_int4(weight, torch.float64) - values).abs() > step / 2 * (1 + 1e-5)
     assert not bool((far & (codes > 0) & (codes < 15)).any())
@@ -116,7 +116,7 @@ def test_groups_of_zeros_and_tiny_groups_stay_finite() -> None:
 def test_in_chunks_the_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(2, 70, 64, generator=torch.Generator().manual_seed(1))
     whole = quantize_int4(values, 32, zero_points=True)
-    monkeypatch.setattr(int4, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(four_bit_codes, "CHUNK_ELEMENTS", 1)
     for one, other in zip(whole, quantize_int4(values, 32, zero_points=True), strict=True):
         assert one is not None
         assert other is not None

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import best_isa, fused_experts, kernels_available, reference
-from moe_optimizer.ops.int4 import Int4Weight, dequantize_int4, pack_pairs
+from moe_optimizer.ops.four_bit_codes import pack_pairs
+from moe_optimizer.ops.int4 import Int4Weight, dequantize_int4
 from moe_optimizer.ops.int4_experts import Int4Inputs, run_int4, why_plain_torch
 from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, make_case
 

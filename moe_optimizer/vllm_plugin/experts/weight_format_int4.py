@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.plan.pass_params import FourBitParams
 from moe_optimizer.specs.expert_formats import INT4
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.experts.weight_format_mxfp4 import FOUR_BIT_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_quantized import QuantizedWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_optimizer.ops.int4 import Int4Weight
+    from moe_optimizer.vllm_plugin.experts.weight_format import Operand
 
 
 class Int4Weights(QuantizedWeights):
@@ -56,23 +57,10 @@ class Int4Weights(QuantizedWeights):
         w13, w2 = _stored(weights)
         return dequantize_int4(w13.expert(expert)), dequantize_int4(w2.expert(expert))
 
-    def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Run `ops.fused_experts` on them."""
-        from moe_optimizer.ops.fused_experts import fused_experts
-
+    def operands(self, weights: KernelWeights) -> tuple[Operand, Operand]:
+        """Return both as weights that have their scales."""
         w13, w2 = _stored(weights)
-        fused_experts(
-            call.x.contiguous(),
-            w13,
-            w2,
-            call.topk_weights,
-            call.topk_ids,
-            expert_map=call.expert_map,
-            activation=self.activation,
-            w13_bias=call.w13_bias,
-            w2_bias=call.w2_bias,
-            out=call.out,
-        )
+        return (w13, None), (w2, None)
 
 
 def _stored(weights: KernelWeights) -> tuple[Int4Weight, Int4Weight]:
