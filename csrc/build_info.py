@@ -24,7 +24,7 @@ DEVICE_SOURCES = {
     "cuda": ("cuda.cmake", "compile_cuda.py", "include/moeopt/*", "launch/*"),
 }
 """What the kernels for one device are made of: measured speeds hold as long as it stays."""
-CPU_OPS = ("fused_experts", "flash_dmoe", "sparse_experts", "paged_attention")
+CPU_OPS = ("fused_experts", "flash_dmoe", "int4_experts", "sparse_experts", "paged_attention")
 CUDA_OPS = ("fused_experts", "flash_dmoe")
 
 

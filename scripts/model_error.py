@@ -46,6 +46,8 @@ SIDES = {
     "four_bit+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4", "our_kernels": True},
     "four_bit+fp8+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 8, "weights": "mxfp4", "our_kernels": True},
     "fp8+flash_dmoe": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True},
+    "conservative": {},
+    "aggressive": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True, "kv_bits": 8},
 }
 _TRIAL = "an independent trial"
 LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
@@ -269,10 +271,11 @@ def predicted(load: Load) -> Case:
 def _question(load: Load) -> LayoutQuestion:
     gpu = load_catalog_entry("h200" if "_h200_" in load.record else "h100_sxm").gpu
     fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES.get(load.side, {})}
+    kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
         model=qwen3_30b_a3b(), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
         max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=load.input_tokens + load.output_tokens,
-        expert_bits=fields["expert_bits"], linear_bits=fields["linear_bits"],
+        expert_bits=fields["expert_bits"], linear_bits=fields["linear_bits"], kv_bits=kv_bits,
     )  # fmt: skip
     files = sorted(shipped_dir().glob("*.json"))
     return LayoutQuestion(

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/from_python.h"
+#include "int4_experts.h"
 #include "moeopt/fused_experts.h"
 #include "moeopt/router.h"
 #include "paged_attention.h"
@@ -77,6 +78,14 @@ void sparse_experts(const py::dict& experts, const py::dict& masks, const std::s
   run_checked([&](RoutingError* error) { return sparse_experts_cpu(args, mask, isa, error); });
 }
 
+// `w13`, `w2`: Int4Scales.
+void int4_experts(const py::dict& experts, const py::dict& w13, const py::dict& w2, const std::string& isa_name) {
+  const auto args = from_python<FusedExpertsArgs>("experts", experts);
+  const auto w13_scales = from_python<Int4Scales>("w13", w13), w2_scales = from_python<Int4Scales>("w2", w2);
+  const Isa isa = parse_isa(isa_name);
+  run_checked([&](RoutingError* error) { return int4_experts_cpu(args, w13_scales, w2_scales, isa, error); });
+}
+
 void topk_router(const py::dict& router, const py::dict& call) {
   const auto rule = from_python<RouterArgs>("router", router);
   const auto args = from_python<TopkRouterArgs>("call", call);
@@ -130,6 +139,7 @@ PYBIND11_MODULE(_kernels, module) {
       .def("run", &FusedExpertsAgain::run, py::arg("num_tokens"), py::arg("x"), py::arg("out"), py::arg("topk_weights"),
            py::arg("topk_ids"));
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
+  module.def("int4_experts", &int4_experts, py::arg("experts"), py::arg("w13"), py::arg("w2"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));
   module.def("paged_attention", &paged_attention, py::arg("call"), py::arg("isa") = "");
 #if defined(MOEOPT_CUDA)

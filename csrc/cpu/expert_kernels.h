@@ -64,6 +64,10 @@ const ExpertKernels* generic_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx512_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args);
+// For INT4 weights, see int4_experts.h.
+const ExpertKernels* generic_int4_kernels(DType x_dtype);
+const ExpertKernels* avx2_int4_kernels(DType x_dtype);
+const ExpertKernels* avx512_int4_kernels(DType x_dtype);
 // Those of `isa`, which this machine has.
 const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa);
 

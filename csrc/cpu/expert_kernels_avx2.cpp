@@ -67,6 +67,23 @@ inline __m256i lower_bytes() {
                                    0x40, -0x80, -0x40));
 }
 
+// The weights of a step of Avx2Float4, from the bytes of the BF16 of each code.
+inline void look_up(__m256i codes, __m256i upper, __m256i lower, __m256 (&weight)[8]) {
+  const __m256i low_half = _mm256_set1_epi8(15), high_word = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256i even = _mm256_and_si256(codes, low_half);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low_half);
+  const __m256i even_upper = _mm256_shuffle_epi8(upper, even), even_lower = _mm256_shuffle_epi8(lower, even);
+  const __m256i odd_upper = _mm256_shuffle_epi8(upper, odd), odd_lower = _mm256_shuffle_epi8(lower, odd);
+  const __m256i words[4] = {_mm256_unpacklo_epi8(even_lower, even_upper), _mm256_unpacklo_epi8(odd_lower, odd_upper),
+                            _mm256_unpackhi_epi8(even_lower, even_upper), _mm256_unpackhi_epi8(odd_lower, odd_upper)};
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const int first = n / 2 * 4 + n % 2;
+    weight[first] = _mm256_castsi256_ps(_mm256_slli_epi32(words[n], 16));
+    weight[first + 2] = _mm256_castsi256_ps(_mm256_and_si256(words[n], high_word));
+  }
+}
+
 // A step is 64 columns, two groups. Look-ups of bytes give the BF16 of 16 codes, a shift and a mask the FP32 of 8 each.
 // Column 32 g + 16 h + 4 i + r of a step is lane 4 g + i of part 4 h + r, in weights and in activations.
 template <typename X>
@@ -77,33 +94,21 @@ struct Avx2Float4 : Fp4Format<Avx2, X> {
   static constexpr int kTileTokens = kMaxTokens;
   static constexpr int kStep = 64, kParts = 8;
 
-  static __m256i codes(const Weight* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
+  static __m256i codes(const void* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
   // The tail is one group: the lower half of every register.
-  static __m256i codes_first(const Weight* w, int64_t /*columns*/) {
+  static __m256i codes_first(const void* w, int64_t /*columns*/) {
     return _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
   }
   static __m256 activation_tail(const char* x, int64_t k, int part, int64_t /*columns*/) {
     return _mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 8));
   }
-  static void decode(__m256i codes, __m256 (&weight)[kParts]) {
-    const __m256i low_half = _mm256_set1_epi8(15), high_word = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    const __m256i even = _mm256_and_si256(codes, low_half);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low_half);
-    const __m256i even_upper = _mm256_shuffle_epi8(upper_bytes(), even);
-    const __m256i even_lower = _mm256_shuffle_epi8(lower_bytes(), even);
-    const __m256i odd_upper = _mm256_shuffle_epi8(upper_bytes(), odd);
-    const __m256i odd_lower = _mm256_shuffle_epi8(lower_bytes(), odd);
-    const __m256i words[4] = {_mm256_unpacklo_epi8(even_lower, even_upper), _mm256_unpacklo_epi8(odd_lower, odd_upper),
-                              _mm256_unpackhi_epi8(even_lower, even_upper), _mm256_unpackhi_epi8(odd_lower, odd_upper)};
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) {
-      const int first = n / 2 * 4 + n % 2;
-      weight[first] = _mm256_castsi256_ps(_mm256_slli_epi32(words[n], 16));
-      weight[first + 2] = _mm256_castsi256_ps(_mm256_and_si256(words[n], high_word));
-    }
+  static void decode(__m256i codes, const ExponentGroups& /*groups*/, int64_t /*k*/, int64_t /*columns*/,
+                     __m256 (&weight)[kParts]) {
+    look_up(codes, upper_bytes(), lower_bytes(), weight);
   }
   // Each exponent into the upper byte of the four lanes of its group, then in its place.
-  static __m256 factor(const uint8_t* exponents, int64_t columns) {
+  static __m256 factor(const ExponentGroups& groups, int64_t k, int64_t columns) {
+    const uint8_t* exponents = groups.exponents + k / kScaleGroup;
     uint16_t both = exponents[0];
     if (columns == kStep) std::memcpy(&both, exponents, sizeof(both));
     const __m256i spread = _mm256_setr_epi32(0x00808080, 0x00808080, 0x00808080, 0x00808080, 0x01808080, 0x01808080,
@@ -121,7 +126,53 @@ struct Avx2Float4 : Fp4Format<Avx2, X> {
   }
 };
 
+// The bytes of the BF16 of -15 to 15, all exact. The 16 from place 15 - zero on are those of code - zero for each code.
+struct IntegerBytes {
+  uint8_t upper[31];
+  uint8_t lower[31];
+  constexpr IntegerBytes() : upper(), lower() {
+    for (int place = 0; place < 31; ++place) {
+      const int value = place - 15;
+      const uint32_t magnitude = static_cast<uint32_t>(value < 0 ? -value : value);
+      uint32_t exponent = 0, bits = 0;
+      while ((magnitude >> exponent) > 1) ++exponent;
+      if (magnitude)
+        bits = ((127 + exponent) << 7) | ((magnitude << (7 - exponent)) & 0x7fu) | (value < 0 ? 0x8000u : 0);
+      upper[place] = static_cast<uint8_t>(bits >> 8);
+      lower[place] = static_cast<uint8_t>(bits & 0xff);
+    }
+  }
+};
+constexpr IntegerBytes kIntegerBytes;
+
+// As Avx2Float4, but each half of a register, 32 columns, has the table of its zero point: subtracting costs nothing.
+template <typename X>
+struct Avx2Int4 : Avx2Float4<X> {
+  using Weight = Int4Pair;
+  using Decoded = Avx2Int4;
+  using Groups = Int4Groups;
+  using Avx2Float4<X>::kStep;
+
+  // The tail has one group: its codes are the lower half.
+  static int64_t second(int64_t k, int64_t columns) { return columns == kStep ? k + kScaleGroup : k; }
+  static __m256i tables(const uint8_t* bytes, int low_zero, int high_zero) {
+    const auto from = [&](int zero) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 15 - zero)); };
+    return _mm256_set_m128i(from(high_zero), from(low_zero));
+  }
+  static void decode(__m256i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m256 (&weight)[8]) {
+    const int low = groups.zero_at(k), high = groups.zero_at(second(k, columns));
+    look_up(codes, tables(kIntegerBytes.upper, low, high), tables(kIntegerBytes.lower, low, high), weight);
+  }
+  static __m256 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
+    const uint16_t low = groups.scale_at(k), high = groups.scale_at(second(k, columns));
+    if (groups.scale_is_fp16) return _mm256_set_m128(_mm_set1_ps(_cvtsh_ss(high)), _mm_set1_ps(_cvtsh_ss(low)));
+    return _mm256_set_m128(_mm_set1_ps(bf16_to_float(high)), _mm_set1_ps(bf16_to_float(low)));
+  }
+};
+
 }  // namespace
+
+const ExpertKernels* avx2_int4_kernels(DType x_dtype) { return int4_kernels<Avx2Int4>(x_dtype); }
 
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args) {
   return fp32_kernels<Avx2, Avx2BFloat16, Avx2Float8, Avx2Float4>(args);

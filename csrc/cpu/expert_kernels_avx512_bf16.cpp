@@ -123,7 +123,8 @@ struct DotFloat4 : DotBFloat16, Avx512Float4Codes {
   static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
   static constexpr int kParts = 4;
 
-  static void decode(__m512i codes, __m512bh (&weight)[kParts]) {
+  static void decode(__m512i codes, const ExponentGroups& /*groups*/, int64_t /*k*/, int64_t /*columns*/,
+                     __m512bh (&weight)[kParts]) {
     // Twice: the look-up reads five bits of each word, the fifth is of the next code.
     const __m256i once = _mm256_setr_epi16(0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
                                            -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40);

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "expert_kernels.h"
+#include "int4_experts.h"
 #include "number_formats.h"
 
 namespace moeopt {
@@ -51,6 +52,17 @@ void load_row(const void* weight, const float* scale, const uint8_t* exponents, 
     for (int64_t k = 0; k < columns; ++k) {
       const uint8_t code = k % 2 == 0 ? source[k / 2].bits & 15 : source[k / 2].bits >> 4;
       out[k] = fp4_e2m1_to_float(code) * e8m0_to_float(groups[k / kScaleGroup]);
+    }
+    return;
+  } else if constexpr (std::is_same_v<W, Int4Pair>) {
+    const Int4Scales& scales = *reinterpret_cast<const Int4Scales*>(exponents);
+    const int64_t first = (expert * rows + row) * (columns / scales.group);
+    for (int64_t k = 0; k < columns; ++k) {
+      const int code = k % 2 == 0 ? source[k / 2].bits & 15 : source[k / 2].bits >> 4;
+      const int64_t group = first + k / scales.group;
+      const float factor =
+          scales.scale_is_fp16 ? fp16_to_float(scales.scale[group]) : bf16_to_float(scales.scale[group]);
+      out[k] = static_cast<float>(code - (scales.zero ? scales.zero[group] : kInt4SymmetricZero)) * factor;
     }
     return;
   } else {
@@ -152,6 +164,17 @@ const ExpertKernels* for_weights(DType weight_dtype) {
 }
 
 }  // namespace
+
+const ExpertKernels* generic_int4_kernels(DType x_dtype) {
+  switch (x_dtype) {
+    case DType::kFloat32: return &kTable<float, Int4Pair>;
+    case DType::kBFloat16: return &kTable<BFloat16, Int4Pair>;
+    case DType::kFloat16: return &kTable<Float16, Int4Pair>;
+    case DType::kFloat8E4M3:
+    case DType::kFloat4E2M1: return nullptr;
+  }
+  return nullptr;
+}
 
 const ExpertKernels* generic_kernels(const FusedExpertsArgs& args) {
   switch (args.x_dtype) {

@@ -87,6 +87,11 @@ struct Float4E2M1Pair {
   uint8_t bits;
 };
 
+// The same of INT4 codes.
+struct Int4Pair {
+  uint8_t bits;
+};
+
 inline float to_float(float value) { return value; }
 inline float to_float(BFloat16 value) { return bf16_to_float(value.bits); }
 inline float to_float(Float16 value) { return fp16_to_float(value.bits); }

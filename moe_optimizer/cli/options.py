@@ -25,7 +25,7 @@ SWITCHES: Mapping[str, str] = {
     "parallelism": "split the model over the GPUs (TP, EP, DP)",
     "expert-parallel": "whole experts on each GPU instead of slices (EP)",
     "fp8": "FP8 weights",
-    "four-bit": "experts in four bits (MXFP4)",
+    "four-bit": "experts in four bits (MXFP4, INT4)",
     "sparsity": "2:4 sparse experts",
     "flash-dmoe": "our expert kernel instead of vLLM's",
     "expert-load": "count the tokens that each expert is given",

@@ -70,3 +70,6 @@ VLLM_EXPERTS = ExpertConstants(
 OUR_EXPERTS = ExpertConstants(
     start_us=10.2, bandwidth_share=0.999, flop_share=0.855, fp8_flop_share=0.657, activation_share=1.543
 )
+ATTENTION_READ_BITS = 16
+"""An element of the cache costs attention as if it had so many bits at least. With an FP8 cache no step was clearly
+faster on an H100, and that of 256 requests took longer (benchmarks/records/2026-11-24_h100_profiles_served.json)."""

@@ -164,5 +164,5 @@ class StepModel:
             num_gpus=self.layout.tensor_parallel_size,
             expert_bits=self.question.expert_bits,
             linear_bits=self.question.linear_bits,
-            kv_bits=self.question.memory.kv_bits,
+            kv_bits=max(self.question.memory.kv_bits, fitted.ATTENTION_READ_BITS),
         )

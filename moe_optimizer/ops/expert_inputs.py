@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moe_optimizer.ops import mxfp4
+from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE
 
 MAX_EXPERTS = 1024
 """On one device."""
@@ -61,12 +62,12 @@ def holds_mxfp4(weight: Tensor) -> bool:
 
 def bits_of(weight: Tensor) -> int:
     """Return the bits of one weight, without its share of a scale."""
-    return 8 * weight.element_size() // (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)
+    return 8 * weight.element_size() // (CODES_PER_BYTE if holds_mxfp4(weight) else 1)
 
 
 def columns_of(weight: Tensor) -> int:
     """Return K of a weight [E, N, K], which stores half as many elements where they are pairs of codes."""
-    return weight.shape[-1] * (mxfp4.CODES_PER_BYTE if holds_mxfp4(weight) else 1)
+    return weight.shape[-1] * (CODES_PER_BYTE if holds_mxfp4(weight) else 1)
 
 
 def as_kernels_read(tensor: Tensor | None) -> Tensor | None:

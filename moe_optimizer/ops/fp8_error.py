@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops.fused_experts import fused_experts
+from moe_optimizer.ops.int4 import Int4Weight
 
 CALIBRATION_TOKENS = 64
 """Chosen: the mean of some 64 x H squared differences moves by less than a hundredth from one draw to the next."""
@@ -13,7 +14,10 @@ _CHOICES = 8
 
 
 def experts_output_error(
-    w13: Tensor, w2: Tensor, w13_fp8: tuple[Tensor, Tensor], w2_fp8: tuple[Tensor, Tensor]
+    w13: Tensor,
+    w2: Tensor,
+    w13_fp8: tuple[Tensor | Int4Weight, Tensor | None],
+    w2_fp8: tuple[Tensor | Int4Weight, Tensor | None],
 ) -> float:
     """Return ||y_fp8 - y|| / ||y|| over calibration tokens, y being the SwiGLU experts' output [T, H].
 
@@ -26,7 +30,8 @@ def experts_output_error(
     Args:
         w13: [E, 2I, H], gate rows first; float32, bfloat16 or float16. The inputs are made in its dtype.
         w2: [E, H, I], dtype of w13.
-        w13_fp8: weights and scales of w13, as `quantize_fp8` returns them.
+        w13_fp8: weights and scales of w13, as `quantize_fp8` or `quantize_mxfp4` returns them; an INT4 weight, and no
+            scales.
         w2_fp8: of w2.
 
     Returns:

@@ -8,6 +8,9 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, mxfp4, reference
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, columns_of, holds_mxfp4
+from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE
+from moe_optimizer.ops.int4 import Int4Weight
+from moe_optimizer.ops.int4_experts import int4_experts
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, experts_fields
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
@@ -20,8 +23,8 @@ _X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def fused_experts(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Int4Weight,
+    w2: Tensor | Int4Weight,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -40,7 +43,8 @@ def fused_experts(
     Args:
         x: float32, bfloat16 or float16 [T, H], last dimension contiguous.
         w13: [E, 2I, H], dtype of x or float8_e4m3fn, or uint8 [E, 2I, H / 2] with MXFP4 codes (then both scales are
-            needed), last dimension contiguous. Read in place. H and I are multiples of 32 for MXFP4.
+            needed), last dimension contiguous. Read in place. H and I are multiples of 32 for MXFP4. Or an
+            `Int4Weight`, with its scales: see `int4_experts`. On the CPU only.
         w2: [E, H, I] or [E, H, I / 2], dtype of w13, likewise.
         w13_bias: float32, or converted on every call.
         w2_bias: likewise.
@@ -63,6 +67,21 @@ def fused_experts(
     once. For inference: no gradient flows back. On the CPU a process that has called it and then forks must not call
     it in the child, where the OpenMP threads are gone and the call waits for ever, as torch's own operations do there.
     """
+    if isinstance(w13, Int4Weight) or isinstance(w2, Int4Weight):
+        if not (isinstance(w13, Int4Weight) and isinstance(w2, Int4Weight) and w13_scale is None and w2_scale is None):
+            raise TensorContractError("fused_experts: INT4 weights: expected w13 and w2 both Int4Weight, and no scales")
+        return int4_experts(
+            x,
+            w13,
+            w2,
+            topk_weights,
+            topk_ids,
+            expert_map=expert_map,
+            activation=activation,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+            out=out,
+        )
     optional = (expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
     inputs = Inputs(x, w13, w2, topk_weights, topk_ids, *optional, activation)
     if out is not None and not torch.compiler.is_compiling() and cpu_calls.again(inputs, out):
@@ -109,8 +128,8 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
     check.dtype("w13", w13, x.dtype, torch.float8_e4m3fn, mxfp4.PACKED_DTYPE)
     if holds_mxfp4(w13):
         check.shape("w2", w2, "E", "H", "I / 2")
-        check.bind("2I", mxfp4.CODES_PER_BYTE * 2 * w2.shape[2], "four times w2 dim 2")
-        check.bind("H / 2", x.shape[1] // mxfp4.CODES_PER_BYTE, "half of x dim 1")
+        check.bind("2I", CODES_PER_BYTE * 2 * w2.shape[2], "four times w2 dim 2")
+        check.bind("H / 2", x.shape[1] // CODES_PER_BYTE, "half of x dim 1")
         check.shape("w13", w13, "E", "2I", "H / 2")
     else:
         check.shape("w2", w2, "E", "H", "I")

@@ -2,9 +2,8 @@
 
 Legend: E experts, N output channels (rows), K input channels (columns) of one matrix.
 
-Layout, which is that of gpt-oss's checkpoints: byte j of a packed row holds column 2j in its low half and 2j + 1 in its
-high half; bit 3 of a code is the sign, bits 2 to 0 are the position in `E2M1_VALUES`; a scale byte s stands for
-2**(s - 127), and 255 for not a number.
+Layout, which is that of gpt-oss's checkpoints: codes lie as in `four_bit_codes`; bit 3 of a code is the sign, bits 2 to
+0 are the position in `E2M1_VALUES`; a scale byte s stands for 2**(s - 127), and 255 for not a number.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE, check_weight, groups_of_rows, pack_pairs, unpack_pairs
 from moe_optimizer.specs.expert_formats import MXFP4_GROUP
 
 SCALE_GROUP = MXFP4_GROUP
 """Columns that share one scale."""
-CODES_PER_BYTE = 2
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PACKED_DTYPE = torch.uint8
 """Of the weights and of their scales."""
@@ -32,8 +31,6 @@ _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -127, 125
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(E2M1_VALUES))
 # The largest magnitude of a group lies in [4, 8) for the middle one.
 _CANDIDATES = (0, 1, -1)
-# Chosen: the FP32 intermediate of one step, of which there are some ten.
-CHUNK_ELEMENTS = 2 * 1024 * 1024
 
 
 def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,28 +53,12 @@ def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     one power of two are kept exactly. Magnitudes below 2**-128 become zero.
     Memory: the results and some 100 MB.
     """
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TensorContractError(f"quantize_mxfp4: weight: got {weight.dtype}, expected float32, bfloat16 or float16")
-    if weight.dim() not in (2, 3) or weight.shape[-1] % SCALE_GROUP:
-        raise TensorContractError(
-            f"quantize_mxfp4: weight: got shape {list(weight.shape)}, "
-            f"expected [N, K] or [E, N, K] with K a multiple of {SCALE_GROUP}"
-        )
-    columns = weight.shape[-1]
-    matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    packed = torch.empty((*matrices.shape[:2], columns // CODES_PER_BYTE), dtype=PACKED_DTYPE, device=weight.device)
-    scale = torch.empty((*matrices.shape[:2], columns // SCALE_GROUP), dtype=PACKED_DTYPE, device=weight.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for expert, matrix in enumerate(matrices):
-        for begin in range(0, matrix.shape[0], step):
-            rows = slice(begin, begin + step)
-            values = matrix[rows].float()
-            if not bool(values.isfinite().all()):
-                where = f"expert {expert}" if weight.dim() == 3 else "the matrix"
-                raise TensorContractError(
-                    f"quantize_mxfp4: weight: {where} has values that are infinite or not a number"
-                )
-            packed[expert, rows], scale[expert, rows] = _quantize_rows(values)
+    check_weight("quantize_mxfp4", weight, SCALE_GROUP)
+    experts, (rows, columns) = weight.shape[0] if weight.dim() == 3 else 1, weight.shape[-2:]
+    packed = torch.empty((experts, rows, columns // CODES_PER_BYTE), dtype=PACKED_DTYPE, device=weight.device)
+    scale = torch.empty((experts, rows, columns // SCALE_GROUP), dtype=PACKED_DTYPE, device=weight.device)
+    for part, groups in groups_of_rows("quantize_mxfp4", weight, SCALE_GROUP):
+        packed[part], scale[part] = _quantize(groups)
     return (packed, scale) if weight.dim() == 3 else (packed[0], scale[0])
 
 
@@ -99,8 +80,7 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     signed = (*E2M1_VALUES, *(-value for value in E2M1_VALUES))
     table = torch.tensor(signed, dtype=exact, device=packed.device)
-    codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
-    groups = table[codes.int()].unflatten(-1, (-1, SCALE_GROUP))
+    groups = table[unpack_pairs(packed).int()].unflatten(-1, (-1, SCALE_GROUP))
     return (groups * _factors(scale, exact).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -110,20 +90,19 @@ def _factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale == _NOT_A_NUMBER, torch.nan, factors).to(dtype)
 
 
-def _quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes [n, K / 2] and scale bytes [n, K / 32] of float32 [n, K]."""
-    groups = values.unflatten(-1, (-1, SCALE_GROUP))
+def _quantize(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes [n, K / 2] and scale bytes [n, K / 32] of float32 [n, K / 32, 32]."""
     magnitudes = groups.abs()
     largest = magnitudes.amax(-1)
     # frexp: largest = mantissa * 2**exponent with a mantissa in [0.5, 1).
     middle = torch.frexp(largest).exponent - 1 - _E2M1_MAX_EXPONENT
-    boundaries = torch.tensor(_MIDDLES, dtype=torch.float32, device=values.device)
+    boundaries = torch.tensor(_MIDDLES, dtype=torch.float32, device=groups.device)
     # What lies above the i-th boundary has a code above i; where a tie goes up, that is one step lower.
     boundaries[1::2] = torch.nextafter(boundaries[1::2], torch.zeros_like(boundaries[1::2]))
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=values.device)
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=groups.device)
     best_error = torch.full_like(largest, torch.inf)
-    best_scale = torch.full(largest.shape, _ONE_SCALE, dtype=torch.int32, device=values.device)
-    best_codes = torch.zeros(groups.shape, dtype=torch.int32, device=values.device)
+    best_scale = torch.full(largest.shape, _ONE_SCALE, dtype=torch.int32, device=groups.device)
+    best_codes = torch.zeros(groups.shape, dtype=torch.int32, device=groups.device)
     for candidate in _CANDIDATES:
         exponent = (middle + candidate).clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)
         scaled = torch.ldexp(magnitudes, -exponent.unsqueeze(-1))
@@ -135,5 +114,4 @@ def _quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         best_scale = torch.where(better, exponent.int() + _ONE_SCALE, best_scale)
         best_codes = torch.where(better.unsqueeze(-1), codes, best_codes)
     best_codes |= (groups < 0).int() * (best_codes > 0) * _SIGN
-    pairs = best_codes.flatten(-2).unflatten(-1, (-1, CODES_PER_BYTE))
-    return (pairs[..., 0] | pairs[..., 1] << 4).to(PACKED_DTYPE), best_scale.to(PACKED_DTYPE)
+    return pack_pairs(best_codes.flatten(-2)), best_scale.to(PACKED_DTYPE)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops.int4 import Int4Weight, dequantize_int4
 from moe_optimizer.ops.mxfp4 import PACKED_DTYPE, dequantize_mxfp4
 
 SCALE_BLOCK = 128
@@ -21,8 +22,8 @@ SWIGLUOAI_LIMIT = 7.0
 
 def fused_experts(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Int4Weight,
+    w2: Tensor | Int4Weight,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -48,8 +49,8 @@ def fused_experts(
     Args:
         x: [T, H].
         w13: [E, 2I, H]: the gate rows, then the up rows ("silu"), or the two alternating ("swigluoai"). MXFP4: uint8
-            [E, 2I, H / 2].
-        w2: [E, H, I]; [E, H, I / 2].
+            [E, 2I, H / 2]. INT4: `Int4Weight`, which has its scales.
+        w2: [E, H, I]; [E, H, I / 2]; `Int4Weight`.
         topk_weights: float32 [T, k].
         topk_ids: int32 or int64 [T, k]. Negative: the slot is skipped. The same expert twice counts twice.
         expert_map: int32 [number of global experts]; then topk_ids are global, expert_map[id] is the index
@@ -68,7 +69,7 @@ def fused_experts(
     Raises:
         TensorContractError: an id names no expert.
     """
-    num_experts = w13.shape[0]
+    num_experts = (w13.codes if isinstance(w13, Int4Weight) else w13).shape[0]
     local_ids = _below(topk_ids.long(), num_experts if expert_map is None else expert_map.shape[0], "topk_ids")
     if expert_map is not None:
         mapped = expert_map.long()[local_ids.clamp(min=0)] if local_ids.numel() else local_ids
@@ -140,8 +141,10 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def dequantize(weight: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Tensor | Int4Weight, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
     """Return weight[expert] [rows, columns] in `dtype`, multiplied by its scales (see `fused_experts`)."""
+    if isinstance(weight, Int4Weight):
+        return dequantize_int4(weight.expert(expert), dtype)
     if scale is not None and weight.dtype == PACKED_DTYPE:
         return dequantize_mxfp4(weight[expert], scale[expert], dtype)
     matrix = weight[expert].to(dtype)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import has_gpt_oss_experts
+from moe_optimizer.specs.vllm_runs import version_numbers
 
 _CONFLICTS = {
     "--enable-dbo": "a router sees half of the tokens at a time",
     "--enable-return-routed-experts": "vLLM's own capture takes the same place",
 }
 """Arguments of `vllm serve` with which tokens cannot be counted, and why."""
+_TELLS_ROUTING = (0, 28)
+"""First vLLM that tells a plugin which experts a token goes to where the kernel of the experts routes it itself."""
 _RECORDS = {
     "cpu": "benchmarks/records/2026-11-20_epyc_expert_load.json",
     "cuda": "benchmarks/records/2026-11-20_h200_expert_load.json",
@@ -45,6 +49,10 @@ class ExpertLoad(OptimizationPass):
         wish, _ = ctx.wish(self.name)
         if wish is Wish.AUTO and ctx.parallelism.pipeline_parallel_size > 1:
             return self.when_off(ctx, "the counts of a model on several machines would lie on all of them")
+        if wish is Wish.AUTO and _routed_by_vllms_kernel(ctx):
+            return self.when_off(
+                ctx, "vLLM's kernels of gpt-oss route tokens themselves, and vLLM before 0.28 cannot tell"
+            )
         return self.decision(
             ctx,
             Status.ON,
@@ -54,3 +62,15 @@ class ExpertLoad(OptimizationPass):
             Applier.PLUGIN,
             evidence=(_RECORDS[ctx.device],),
         )
+
+
+def _routed_by_vllms_kernel(ctx: PlanContext) -> bool:
+    """Return whether a kernel of vLLM's routes the tokens and this vLLM does not say where to."""
+    vllm = ctx.software.vllm
+    return (
+        ctx.device == "cuda"
+        and has_gpt_oss_experts(ctx.model)
+        and ctx.decided["flash_dmoe"].status is not Status.ON
+        and vllm is not None
+        and version_numbers(vllm.version) < _TELLS_ROUTING
+    )

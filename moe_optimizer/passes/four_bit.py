@@ -11,14 +11,15 @@ from moe_optimizer.plan.pass_params import FourBitParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import why_converted_already
 from moe_optimizer.plan_context.four_bits import four_bit_layers_kept, four_bit_stored_bits, why_not_in_four_bits
-from moe_optimizer.specs.expert_formats import MXFP4_GROUP
+from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _RECORDS = {
-    "cpu": "benchmarks/records/2026-11-23_epyc_four_bit.json",
+    "cpu": "benchmarks/records/2026-11-24_epyc_four_bit.json",
     "cuda": "benchmarks/records/2026-11-23_h100_mxfp4_experts.json",
 }
 
+_SCALE = {MXFP4: "a power of two", INT4: "a BF16 scale"}
 
 _NOT_JUDGED = (
     "four bits change the answers: auto takes them where `moe-optimizer quality` with --enable-four-bit has kept every "
@@ -27,7 +28,7 @@ _NOT_JUDGED = (
 
 
 class FourBit(OptimizationPass):
-    """MXFP4 experts: a quarter of the bytes of BF16, and a little more for the scales.
+    """MXFP4 or INT4 experts: a quarter of the bytes of BF16, and a little more for the scales.
 
     Converted layer by layer while loading. Four bits change every answer, so `auto` is off here: the command line asks
     for them by name where `quality` has judged the plan that has them (cli/judgement.py).
@@ -35,7 +36,7 @@ class FourBit(OptimizationPass):
 
     name = "four_bit"
     flag = "four-bit"
-    title = "experts in four bits (MXFP4)"
+    title = "experts in four bits (MXFP4, INT4)"
     limits = "unquantised experts, through our kernels; on GPUs Hopper, BF16 activations; the output changes"
     no_gain = "the model has no experts"
     needs_experts = True
@@ -64,14 +65,16 @@ class FourBit(OptimizationPass):
         return self.decision(
             ctx,
             Status.ON,
-            "experts in MXFP4",
-            f"four bits a weight and a power of two per {MXFP4_GROUP}, converted layer by layer while loading"
+            f"experts in {section.format.upper()}",
+            f"four bits a weight and {_SCALE[section.format]} per {section.group}, converted layer by layer while "
+            f"loading"
             f"{_found_while_loading(ctx, section.max_layer_error, bits)}; the output changes, and {UNJUDGED}",
             Applier.PLUGIN,
             evidence=(_RECORDS[ctx.device],),
             gain=self.gain(ctx),
             params=FourBitParams(
                 weight_format=section.format,
+                group=section.group,
                 excluded_layers=layers,
                 max_layer_error=section.max_layer_error,
                 stored_expert_bits=bits,

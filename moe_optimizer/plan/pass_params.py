@@ -94,6 +94,8 @@ class FourBitParams:
 
     weight_format: str
     """The plugin's format for the experts."""
+    group: int
+    """Columns that share a scale."""
     excluded_layers: tuple[int, ...]
     """Decoder layers whose experts stay as loaded."""
     max_layer_error: float | None

@@ -7,16 +7,21 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
-from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS, MXFP4_GROUP
+from moe_optimizer.specs.expert_formats import INT4, MXFP4, MXFP4_GROUP, four_bits
 
+_INT4_OP = "int4_experts"
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
 def why_not_in_four_bits(ctx: PlanContext) -> str:
-    """Return why the experts cannot be converted to MXFP4, by model, device, sizes and kernel, or ""."""
-    model = ctx.model
+    """Return why the experts cannot be in the profile's format, by model, device, sizes and kernel, or ""."""
+    model, section = ctx.model, ctx.profile.passes.four_bit
     if not model.is_moe:
         return "the model has no experts"
+    if section.format == INT4 and ctx.device != "cpu":
+        return "our kernels read INT4 on the CPU only: on GPUs the format is mxfp4"
+    if section.format == MXFP4 and section.group != MXFP4_GROUP:
+        return f"mxfp4 has a scale per {MXFP4_GROUP} weights, found group {section.group} (format int4 has it)"
     if model.expert_format == MXFP4:
         return "the experts are in four bits already (MXFP4): flash_dmoe says which kernels read them"
     if model.quant_method is not None:
@@ -29,12 +34,15 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
     width = model.moe_intermediate_size
     if not ctx.parallelism.expert_parallel:
         width //= ctx.parallelism.tensor_parallel_size
-    if model.expert_hidden_size % MXFP4_GROUP or width % MXFP4_GROUP:
+    if model.expert_hidden_size % section.group or width % section.group:
         return (
-            f"needs a hidden size and an expert width in multiples of {MXFP4_GROUP}, which share a scale, "
+            f"needs a hidden size and an expert width in multiples of {section.group}, which share a scale, "
             f"found {model.expert_hidden_size} and {width}"
         )
-    return why_not_for_converted_weights(ctx)
+    why = why_not_for_converted_weights(ctx)
+    if not why and section.format == INT4 and _INT4_OP not in ctx.software.kernels.cpu_ops:
+        return f"{_INT4_OP} has no CPU kernel in this build"
+    return why
 
 
 def will_be_in_four_bits(ctx: PlanContext) -> bool:
@@ -51,4 +59,5 @@ def four_bit_stored_bits(ctx: PlanContext) -> float:
     """Return the bits of an expert weight on average over what is converted and what stays."""
     moe = set(ctx.model.moe_layers)
     kept = len(moe & set(four_bit_layers_kept(ctx))) / len(moe)
-    return 8 * DTYPE_BYTES[ctx.dtype] * kept + MXFP4_BITS * (1 - kept)
+    section = ctx.profile.passes.four_bit
+    return 8 * DTYPE_BYTES[ctx.dtype] * kept + four_bits(section.format, section.group) * (1 - kept)

@@ -137,7 +137,7 @@ def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
     if ctx.wish("sparsity_24")[0] is not Wish.OFF:
         return None
     fp8 = ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8")
-    if ctx.wish("four_bit")[0] is Wish.ON:
+    if ctx.wish("four_bit")[0] is Wish.ON and ctx.profile.passes.four_bit.format == MXFP4:
         return MXFP4_BITS, _FP8_BITS if fp8 else DTYPE_BYTES[ctx.dtype] * 8
     return (_FP8_BITS, _FP8_BITS) if fp8 else None
 

@@ -172,8 +172,11 @@ class SpeculationSection(PassSection):
 class FourBitSection(PassSection):
     """Experts in four bits. Mode auto takes them where `quality` has judged the plan that has them."""
 
-    format: Literal["mxfp4"] = "mxfp4"
-    """E2M1 codes with one power of two per 32 weights."""
+    format: Literal["mxfp4", "int4"] = "mxfp4"
+    """mxfp4: E2M1 codes with one power of two per 32 weights; int4: integers with one BF16 scale per group, on the CPU
+    only."""
+    group: Literal[32, 64, 128] = 32
+    """Weights that share a scale; mxfp4 has 32."""
     keep_bf16_layers: Annotated[tuple[KeptLayer, ...], Field(strict=False)] = ()
     """Decoder layers whose experts stay in the checkpoint's dtype, as `layers.3`."""
     max_layer_error: float | None = Field(default=0.25, gt=0, le=1)

@@ -12,7 +12,7 @@ from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params, Sparsity24P
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
-from moe_optimizer.specs.expert_formats import MXFP4_BITS
+from moe_optimizer.specs.expert_formats import four_bits
 from moe_optimizer.specs.quantity import bytes_in_words
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -152,7 +152,10 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     if isinstance(decision.params, Fp8Params):
         kept, planned_bits = decision.params.excluded_layers, 8
     elif isinstance(decision.params, FourBitParams):
-        kept, planned_bits = decision.params.excluded_layers, MXFP4_BITS
+        kept, planned_bits = (
+            decision.params.excluded_layers,
+            four_bits(decision.params.weight_format, decision.params.group),
+        )
     else:
         kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}

@@ -7,3 +7,12 @@ MXFP4_BITS = 4 + 8 / 32
 """Bits of a weight: its code, and its share of the byte that 32 have in common."""
 MXFP4_GROUP = 32
 """Columns that share a scale."""
+
+INT4 = "int4"
+INT4_GROUPS = (32, 64, 128)
+"""Columns that may share a scale of 16 bits."""
+
+
+def four_bits(weight_format: str, group: int) -> float:
+    """Return the bits of a weight in a format of four bits, with its share of a scale of `group` columns."""
+    return 4 + (16 if weight_format == INT4 else 8) / group

@@ -30,7 +30,7 @@ class VllmRuns:
     def versions(self, device: str) -> tuple[str, ...]:
         """Return the versions run on a kind of device, the newest first."""
         found = {run.version for run in self.runs if run.device == device}
-        return tuple(sorted(found, key=_as_numbers, reverse=True))
+        return tuple(sorted(found, key=version_numbers, reverse=True))
 
     def why_untried(self, version: str, device: str) -> str:
         """Say that a vLLM has not been run; "" if it has, or if there is no table."""
@@ -44,5 +44,6 @@ class VllmRuns:
         )
 
 
-def _as_numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, to compare it with others."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())

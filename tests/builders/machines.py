@@ -50,7 +50,7 @@ def software(
     *,
     version: str = "0.32.0",
     location: str = "/nowhere/vllm",
-    cpu_ops: tuple[str, ...] = ("fused_experts", "sparse_experts"),
+    cpu_ops: tuple[str, ...] = ("fused_experts", "int4_experts", "sparse_experts"),
     cuda_ops: tuple[str, ...] = (),
 ) -> SoftwareSpec:
     built = bool(cpu_ops or cuda_ops)

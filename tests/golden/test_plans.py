@@ -53,6 +53,7 @@ PROFILES = {
     "drafting": {"speculation": {"acceptance": 0.6}},
     "sparse": {"sparsity_24": {"mode": "on"}},
     "four-bit": {"four_bit": {"mode": "on"}},
+    "int4": {"four_bit": {"mode": "on", "format": "int4", "group": 64}},
     "ours": {"flash_dmoe": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
@@ -96,6 +97,7 @@ CASES = {
     "tiny-moe_cpu_placed": (tiny_moe, None, "ep-2"),
     "tiny-moe_cpu_sparse": (tiny_moe, None, "sparse"),
     "tiny-moe_cpu_four-bit": (tiny_moe, None, "four-bit"),
+    "tiny-moe_cpu_int4": (tiny_moe, None, "int4"),
 }
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import flash_dmoe, fused_experts, sparse_experts
+from moe_optimizer.ops.int4 import Int4Weight, quantize_int4
 from moe_optimizer.ops.sparse_24 import prune_24
 from tests.ops.moe_cases import make_case, quantized
 
-TOKENS, HIDDEN, WIDTH, EXPERTS = 3, 144, 80, 8
+TOKENS, HIDDEN, WIDTH, EXPERTS = 3, 160, 80, 8
 Arguments = dict[str, Tensor]
 
 
@@ -43,6 +44,27 @@ def sparse_arguments() -> Arguments:
     return tensors | {"expert_map": torch.arange(EXPERTS, dtype=torch.int32), "out": torch.empty_like(case.x)}
 
 
+def int4_arguments() -> Arguments:
+    case = make_case(TOKENS, HIDDEN, 96, EXPERTS, biases=True)
+    tensors = {"x": case.x}
+    for name, weight in (("w13", case.w13), ("w2", case.w2)):
+        int4 = quantize_int4(weight, 32, zero_points=True)
+        assert int4.zero is not None
+        tensors |= {name: int4.codes, f"{name}_scale": int4.scale, f"{name}_zero": int4.zero}
+    tensors |= {"topk_weights": case.topk_weights, "topk_ids": case.topk_ids}
+    for name, bias in (("w13_bias", case.w13_bias), ("w2_bias", case.w2_bias)):
+        assert bias is not None
+        tensors[name] = bias
+    return tensors | {"expert_map": torch.arange(EXPERTS, dtype=torch.int32), "out": torch.empty_like(case.x)}
+
+
+def call_int4(**tensors: Any) -> Tensor:
+    given = dict(tensors)
+    for name in ("w13", "w2"):
+        given[name] = Int4Weight(given[name], given.pop(f"{name}_scale"), given.pop(f"{name}_zero"))
+    return fused_experts(**given)
+
+
 def call_flash(**tensors: Any) -> Tensor:
     return flash_dmoe(top_k=2, **tensors)
 
@@ -53,6 +75,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[[], Arguments]]] = {
     "fused_experts, channel scales": (fused_experts, lambda: fused_arguments("channel")),
     "flash_dmoe": (call_flash, flash_arguments),
     "sparse_experts": (sparse_experts, sparse_arguments),
+    "int4_experts": (call_int4, int4_arguments),
 }
 WITHOUT_STRIDES = {"x", "w13", "w13_mask", "w2", "w2_mask", "out", "router_logits"}
 """Read in place, so their rows must be contiguous; the others are small and may have any strides."""

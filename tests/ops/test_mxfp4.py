@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import fused_experts, mxfp4, reference
+from moe_optimizer.ops import four_bit_codes, fused_experts, reference
 from moe_optimizer.ops.mxfp4 import E2M1_VALUES, dequantize_mxfp4, quantize_mxfp4
 from tests.ops.moe_cases import make_case
 
@@ -140,7 +140,7 @@ def test_scales_of_another_matrix_are_refused() -> None:
 def test_in_chunks_the_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(2, 70, 64, generator=torch.Generator().manual_seed(1))
     whole = quantize_mxfp4(weight)
-    monkeypatch.setattr(mxfp4, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(four_bit_codes, "CHUNK_ELEMENTS", 1)
     in_chunks = quantize_mxfp4(weight)
     assert torch.equal(whole[0], in_chunks[0])
     assert torch.equal(whole[1], in_chunks[1])

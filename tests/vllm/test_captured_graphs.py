@@ -65,3 +65,19 @@ def test_each_runner_has_its_own_and_not_the_others() -> None:
     assert "self.cudagraph_dispatcher = " in first
     assert "self.cudagraph_manager = " in second
     assert "self.cudagraph_dispatcher = " not in second
+
+
+def test_what_the_graph_check_wraps_is_what_the_runners_call() -> None:
+    import inspect
+
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    assert "= self._model_forward(" in inspect.getsource(gpu_model_runner.GPUModelRunner.execute_model)
+    second = inspect.getsource(model_runner.GPUModelRunner.execute_model)
+    assert "= self.cudagraph_manager.run_fullgraph(batch_desc)" in second
+    assert "self.cudagraph_manager.run_pw_graph(" in second
+    manager = cudagraph_utils.ModelCudaGraphManager
+    assert "super().capture(create_forward_fn" in inspect.getsource(manager.capture)
+    assert "capture" in vars(manager.__mro__[1])
+    assert list(inspect.signature(manager.run_fullgraph).parameters) == ["self", "desc"]

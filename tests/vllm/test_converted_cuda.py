@@ -29,7 +29,7 @@ BF16_BYTES = EXPERTS * 3 * HIDDEN * WIDTH * 2
 
 def plan(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PluginSession:
     fields: dict[str, Any] = {"excluded_layers": (), "max_layer_error": None}
-    params = FourBitParams(weight_format="mxfp4", stored_expert_bits=4.25, **(fields | changes))
+    params = FourBitParams(weight_format="mxfp4", group=32, stored_expert_bits=4.25, **(fields | changes))
     return activated(run_dir, monkeypatch, DISPATCH, four_bit=params)
 
 

@@ -96,7 +96,7 @@ class _Manager(_Captures):
         self.runner = runner
         self._capture_descs = {CUDAGraphMode.FULL: [runner.graph]}
 
-    def capture(self, model: Any) -> None:  # type: ignore[override]
+    def capture(self, model: Any) -> None:  # pyrefly: ignore[bad-override]
         def create(graph: Any, warmup: bool) -> Any:
             def forward(mode: Any) -> None:
                 self.runner.computed += 1
@@ -241,6 +241,20 @@ def test_kernels_that_differ_from_run_to_run_are_no_finding(server: Server) -> N
     for seed in range(2):
         found.step(seed=seed)
     assert "passed in 1 of 1" in found.said
+
+
+def test_a_step_without_numbers_is_not_counted_as_compared(server: Server) -> None:
+    """As with dummy weights: nothing can be told of the graph."""
+
+    def lost(inputs: Any) -> Any:
+        return double(inputs) * float("nan")
+
+    found = checked(server, FirstRunner, lost, lost)
+    for seed in range(3):
+        found.step(seed=seed)
+    assert found.runner.computed == 3
+    assert "passed in" not in found.said
+    assert "graphs not compared" in found.said
 
 
 def test_one_replay_that_is_off_is_no_finding(server: Server) -> None:

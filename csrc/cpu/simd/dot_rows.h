@@ -68,7 +68,7 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
     block.first = begin == 0;
     block.last = block.end == rows.columns;
     block.scale[0] = rows.scale;
-    for (int n = 0; n < kTileRows; ++n) block.exponents[n] = rows.exponents + n * rows.exponents_stride;
+    for (int n = 0; n < kTileRows; ++n) block.groups[n] = rows.groups.from(n * rows.step);
     block.ahead_bytes = step_bytes;
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t m = t * tokens / tiles, count = (t + 1) * tokens / tiles - m;
@@ -109,7 +109,7 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
         Format::decode_row(these.row(n), rows.columns, scratch.decoded + n * scratch.decoded_stride, fetch.cursor);
         if (fetch.cursor) fetch = {fetch.cursor + half, fetch.bytes - half};
       }
-      const WeightRows<Decoded> decoded{scratch.decoded, scratch.decoded_stride, rows.columns, rows.scale, nullptr, 0};
+      const WeightRows<Decoded> decoded{scratch.decoded, scratch.decoded_stride, rows.columns, rows.scale, {}, 0};
       dot_many<Decoded, kTileRows, Ahead::kStreamToL2>(x, tokens, decoded, fetch, scratch.state, out + r);
     } else {
       if constexpr (Format::kWideTokens > 0) {

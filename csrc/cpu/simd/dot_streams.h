@@ -30,7 +30,7 @@ void dot_streams(const char* const* x, int64_t tokens, const WeightMatrix<Format
     for (int n = 0; n < kTileRows; ++n) {
       const int64_t row = first + (r + n * quarter) * step;
       block.scale[n] = matrix.row_scale(row);
-      block.exponents[n] = matrix.row_exponents(row);
+      block.groups[n] = matrix.groups.from(row);
     }
     if (block.scale[0]) {
       tile_of<Format, kTileRows, Scaling::kPerRow, Ahead::kRows>(tokens, x, block, state, sums);

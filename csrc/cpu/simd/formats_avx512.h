@@ -131,13 +131,12 @@ struct Avx512Float8 : Fp32Format<Avx512, X> {
 struct Avx512Float4Codes {
   static constexpr int kStep = 128;
 
-  static __m512i codes(const Float4E2M1Pair* w) { return _mm512_loadu_si512(w); }
+  static __m512i codes(const void* w) { return _mm512_loadu_si512(w); }
   static __mmask16 lanes_of(int64_t columns) { return static_cast<__mmask16>((1u << (columns / 8)) - 1); }
-  static __m512i codes_first(const Float4E2M1Pair* w, int64_t columns) {
-    return _mm512_maskz_loadu_epi32(lanes_of(columns), w);
-  }
+  static __m512i codes_first(const void* w, int64_t columns) { return _mm512_maskz_loadu_epi32(lanes_of(columns), w); }
   // Each exponent into the upper byte of the four lanes of its group, then in its place.
-  static __m512 factor(const uint8_t* exponents, int64_t columns) {
+  static __m512 factor(const ExponentGroups& groups, int64_t k, int64_t columns) {
+    const uint8_t* exponents = groups.exponents + k / kScaleGroup;
     uint32_t four = 0;
     if (columns == kStep) {
       std::memcpy(&four, exponents, sizeof(four));
@@ -161,7 +160,8 @@ struct Avx512Float4 : Fp4Format<Avx512, X>, Avx512Float4Codes {
   using Avx512Float4Codes::kStep;
   static constexpr int kParts = 8;
 
-  static void decode(__m512i codes, __m512 (&weight)[kParts]) {
+  static void decode(__m512i codes, const ExponentGroups& /*groups*/, int64_t /*k*/, int64_t /*columns*/,
+                     __m512 (&weight)[kParts]) {
     const __m512 table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
                                         -2.0f, -3.0f, -4.0f, -6.0f);
     // The look-up reads four bits of each lane.
@@ -176,6 +176,38 @@ struct Avx512Float4 : Fp4Format<Avx512, X>, Avx512Float4Codes {
   static void store_activations(const float* values, char* row, int64_t column) {
     float* lanes = reinterpret_cast<float*>(row) + column / kStep * kStep + column % kStep / 8;
     for (int n = 0; n < kRows; ++n) lanes[n % 8 * 16 + n / 8] = values[n];
+  }
+};
+
+// As Avx512Float4; the look-up gives the code as a number, of which the zero point of its lane is taken.
+template <typename X>
+struct Avx512Int4 : Avx512Float4<X> {
+  using Weight = Int4Pair;
+  using Decoded = Avx512Int4;
+  using Groups = Int4Groups;
+
+  // value(k) of each group of 32 columns from k on, in the four lanes of that group; 0 beyond `columns`.
+  template <typename Value>
+  static __m512 per_lane(int64_t k, int64_t columns, Value value) {
+    alignas(16) float four[4] = {};
+    for (int64_t group = 0; group < columns / kScaleGroup; ++group) four[group] = value(k + group * kScaleGroup);
+    const __m512i group_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(group_of_lane, _mm512_castps128_ps512(_mm_load_ps(four)));
+  }
+  static void decode(__m512i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m512 (&weight)[8]) {
+    const __m512 table = _mm512_setr_ps(0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f,
+                                        13.0f, 14.0f, 15.0f);
+    const __m512 zero = per_lane(k, columns, [&](int64_t at) { return static_cast<float>(groups.zero_at(at)); });
+#pragma GCC unroll 8
+    for (int part = 0; part < 8; ++part) {
+      weight[part] = _mm512_sub_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * part), table), zero);
+    }
+  }
+  static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
+    return per_lane(k, columns, [&](int64_t at) {
+      const uint16_t bits = groups.scale_at(at);
+      return groups.scale_is_fp16 ? _cvtsh_ss(bits) : bf16_to_float(bits);
+    });
   }
 };
 

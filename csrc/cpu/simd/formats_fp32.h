@@ -25,7 +25,8 @@ struct Fp32Format {
   static constexpr int64_t kActivationBytes = 4;
   static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
   static constexpr bool kDecodes = false;
-  static constexpr bool kGroupScales = false;  // an exponent per 32 columns, see group_tile
+  static constexpr bool kGroupScales = false;  // of 32 columns or more, see group_tile
+  using Groups = ExponentGroups;
   static constexpr int kColumnsPerElement = 1;
   static constexpr bool kPacks = sizeof(X) != sizeof(float);
   static constexpr int kStep = S::kLanes, kParts = 1;
@@ -80,6 +81,19 @@ struct Fp4Format : Fp32Format<S, X> {
   static constexpr int kColumnsPerElement = 2;
   static constexpr bool kPacks = true;
 };
+
+// The kernels of INT4 weights for each dtype of x.
+template <template <typename X> class Int4Weights>
+const ExpertKernels* int4_kernels(DType x_dtype) {
+  switch (x_dtype) {
+    case DType::kFloat32: return &kExperts<Int4Weights<float>>;
+    case DType::kBFloat16: return &kExperts<Int4Weights<BFloat16>>;
+    case DType::kFloat16: return &kExperts<Int4Weights<Float16>>;
+    case DType::kFloat8E4M3:
+    case DType::kFloat4E2M1: return nullptr;
+  }
+  return nullptr;
+}
 
 template <typename S, typename Bf16Weights, template <typename X> class Fp8Weights,
           template <typename X> class Fp4Weights>

@@ -44,12 +44,12 @@ template <typename Format>
 struct Block {
   const typename Format::Weight* w;  // first row, at k = 0
   int64_t row_stride;
-  int64_t begin, end;                   // of K
-  bool first, last;                     // of the blocks of K
-  const float* scale[kTileRows];        // of each row, one factor per 128 of k; kShared: the first is that of all rows
-  const uint8_t* exponents[kTileRows];  // of each row, one per 32 of k; Format::kGroupScales only
-  const char* ahead;                    // kStream: what the step at `begin` fetches
-  int64_t ahead_bytes;                  // from step to step
+  int64_t begin, end;             // of K
+  bool first, last;               // of the blocks of K
+  const float* scale[kTileRows];  // of each row, one factor per 128 of k; kShared: the first is that of all rows
+  typename Format::Groups groups[kTileRows];  // of each row
+  const char* ahead;                          // kStream: what the step at `begin` fetches
+  int64_t ahead_bytes;                        // from step to step
 
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
@@ -147,8 +147,8 @@ void group_tile(const char* const* x, const Block<Format>& block, typename Forma
         __builtin_prefetch(reinterpret_cast<const char*>(w) + Format::row_ahead_bytes(M), 0, kIntoL1Only);
       }
       typename Format::Operand weight[Format::kParts];
-      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), weight);
-      const Vec factor = Format::factor(block.exponents[n] + k / kScaleGroup, columns);
+      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), block.groups[n], k, columns, weight);
+      const Vec factor = Format::factor(block.groups[n], k, columns);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         Vec sum = Format::zero();

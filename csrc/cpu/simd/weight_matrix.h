@@ -4,27 +4,62 @@
 #include <cstdint>
 
 #include "../expert_kernels.h"
+#include "../int4_experts.h"
 
 namespace moeopt {
 namespace {
 
 constexpr int kRows = kSizeMultiple;
 
+// What MXFP4 has per group of 32 columns, from some row of an expert on. All null in formats without groups.
+struct ExponentGroups {
+  const uint8_t* exponents;
+  int64_t per_row;
+
+  static ExponentGroups of(const uint8_t* exponents, int64_t expert, int64_t rows, int64_t columns) {
+    if (!exponents) return {nullptr, 0};
+    const int64_t per_row = columns / kScaleGroup;
+    return {exponents + expert * rows * per_row, per_row};
+  }
+  ExponentGroups from(int64_t row) const { return {exponents + row * per_row, per_row}; }
+};
+
+// The same of INT4.
+struct Int4Groups {
+  const uint16_t* scale;
+  const uint8_t* zero;  // or null
+  int64_t per_row;
+  int shift;  // from groups of 32 columns to those of the weights
+  bool scale_is_fp16;
+
+  // `scales`: an Int4Scales.
+  static Int4Groups of(const uint8_t* scales, int64_t expert, int64_t rows, int64_t columns) {
+    const Int4Scales& tensor = *reinterpret_cast<const Int4Scales*>(scales);
+    const int64_t per_row = columns / tensor.group, first = expert * rows * per_row;
+    const int shift = tensor.group == 128 ? 2 : tensor.group == 64 ? 1 : 0;
+    return {tensor.scale + first, tensor.zero ? tensor.zero + first : nullptr, per_row, shift, tensor.scale_is_fp16};
+  }
+  Int4Groups from(int64_t row) const {
+    return {scale + row * per_row, zero ? zero + row * per_row : nullptr, per_row, shift, scale_is_fp16};
+  }
+  // The scale's bits and the zero point of the 32 columns from k on, in this row.
+  uint16_t scale_at(int64_t k) const { return scale[(k / kScaleGroup) >> shift]; }
+  int zero_at(int64_t k) const { return zero ? zero[(k / kScaleGroup) >> shift] : kInt4SymmetricZero; }
+};
+
 // 16 rows of weights of one expert.
 template <typename Format>
 struct WeightRows {
   const typename Format::Weight* w;
   int64_t row_stride;
-  int64_t columns;           // K, a multiple of kSizeMultiple
-  const float* scale;        // one factor per 128 of k, or null
-  const uint8_t* exponents;  // of the first row, one per 32 of k; null without Format::kGroupScales
-  int64_t exponents_stride;
+  int64_t columns;                 // K, a multiple of kSizeMultiple
+  const float* scale;              // one factor per 128 of k, or null
+  typename Format::Groups groups;  // of the first row
+  int64_t step;                    // from row to row, in rows of `groups`
 
   const typename Format::Weight* row(int64_t n) const { return w + n * row_stride; }
   // The same from row n on.
-  WeightRows from(int64_t n) const {
-    return {row(n), row_stride, columns, scale, exponents + n * exponents_stride, exponents_stride};
-  }
+  WeightRows from(int64_t n) const { return {row(n), row_stride, columns, scale, groups.from(n * step), step}; }
 };
 
 // One of the two weight tensors.
@@ -33,9 +68,9 @@ struct WeightMatrix {
   const typename Format::Weight* weight;  // of the expert
   int64_t row_stride, rows, columns;
   ScaleKind scale_kind;
-  const float* scale;        // of the expert
-  const uint8_t* exponents;  // of the expert
-  const float* bias;         // of the expert, or null
+  const float* scale;              // of the expert
+  typename Format::Groups groups;  // of the expert
+  const float* bias;               // of the expert, or null
 
   static WeightMatrix w13(const FusedExpertsArgs& args, int64_t expert) {
     return make(args.w13, args.w13_expert_stride, args.w13_row_stride, 2 * args.intermediate_size, args.hidden_size,
@@ -53,15 +88,9 @@ struct WeightMatrix {
     return scale + index / kScaleBlock * ((columns + kScaleBlock - 1) / kScaleBlock);
   }
 
-  // The exponents of a row, one per 32 columns; null where there are none.
-  const uint8_t* row_exponents(int64_t index) const {
-    return Format::kGroupScales ? exponents + index * (columns / kScaleGroup) : nullptr;
-  }
-
   // Unit of the rows first, first + step, ...: its dot products lack the channel scale and the bias.
   WeightRows<Format> unit(int64_t first, int64_t step) const {
-    return {row(first),       step * row_stride,    columns,
-            row_scale(first), row_exponents(first), Format::kGroupScales ? step * (columns / kScaleGroup) : 0};
+    return {row(first), step * row_stride, columns, row_scale(first), groups.from(first), step};
   }
 
   // What turns the dot products of that unit into its outputs: y * factor[n] + bias[n].
@@ -87,7 +116,7 @@ struct WeightMatrix {
             columns,
             kind,
             scale ? scale + expert * factors : nullptr,
-            exponents ? exponents + expert * rows * (columns / kScaleGroup) : nullptr,
+            Format::Groups::of(exponents, expert, rows, columns),
             bias ? bias + expert * rows : nullptr};
   }
 };

@@ -143,7 +143,9 @@ class CudaLayer:
         held = self._layer.weights
         for old, new in ((held.w13_scale, weights.w13_scale), (held.w2_scale, weights.w2_scale)):
             if old is not None and new is not None and old.data_ptr() != new.data_ptr():
-                old.copy_(new)
+                # They were made in a forward; vLLM reloads weights outside of one.
+                with torch.inference_mode():
+                    old.copy_(new)
 
     def described(self, weights: KernelWeights) -> ExpertsLayer:
         """Return the layer with other weights than the kernels read: those that vLLM holds now."""

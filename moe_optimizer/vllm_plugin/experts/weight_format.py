@@ -16,12 +16,18 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 if TYPE_CHECKING:
     import torch
 
+    from moe_optimizer.ops.int4 import Int4Weight
+
+    Operand = tuple[torch.Tensor | Int4Weight, torch.Tensor | None]
+    """A weight and its scales, as `ops.fused_experts` takes them."""
+
 PLAIN = "plain"
 
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
     "gpt_oss": "moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss:GptOssWeights",
+    "int4": "moe_optimizer.vllm_plugin.experts.weight_format_int4:Int4Weights",
     "mxfp4": "moe_optimizer.vllm_plugin.experts.weight_format_mxfp4:Mxfp4Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -52,7 +58,7 @@ class KernelWeights(NamedTuple):
     w2: torch.Tensor
     """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """fp8: float32, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
+    """fp8: float32, int4: bfloat16, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
     """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
@@ -129,20 +135,25 @@ class WeightFormat:
         """Return w13 [2I, H] and w2 [H, I] of one local expert as float32."""
         return weights.w13[expert].float(), weights.w2[expert].float()
 
+    def operands(self, weights: KernelWeights) -> tuple[Operand, Operand]:
+        """Return w13 and w2 as `ops.fused_experts` takes them."""
+        return (weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)
+
     def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
         """Write the weighted sum of the experts of every token into `call.out`."""
         from moe_optimizer.ops.fused_experts import fused_experts
 
+        (w13, w13_scale), (w2, w2_scale) = self.operands(weights)
         fused_experts(
             call.x.contiguous(),
-            weights.w13,
-            weights.w2,
+            w13,
+            w2,
             call.topk_weights,
             call.topk_ids,
             expert_map=call.expert_map,
             activation=self.activation,
-            w13_scale=weights.w13_scale,
-            w2_scale=weights.w2_scale,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
             w13_bias=call.w13_bias,
             w2_bias=call.w2_bias,
             out=call.out,

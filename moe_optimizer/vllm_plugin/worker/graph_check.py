@@ -43,12 +43,22 @@ class _Compared:
     noise: float = 0.0
     """By how much two runs without it differ."""
     differences: list[float] = field(default_factory=list)
-    """Of each replay from the same step without it."""
+    """Of each replay from the same step without it; not a number where that step gave none."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough replays were compared."""
+        return len(self.differences) == _TIMES
 
     @property
     def wrong(self) -> bool:
-        """Whether every replay was off; known when there are enough."""
-        return all(not each <= max(_TOLERANCE, _NOISE * self.noise) for each in self.differences)
+        """Whether every replay was off."""
+        return all(each > max(_TOLERANCE, _NOISE * self.noise) for each in self.differences)
+
+    @property
+    def passed(self) -> bool:
+        """Whether enough replays were compared with numbers, and one was right."""
+        return self.complete and not self.wrong and not any(map(math.isnan, self.differences))
 
 
 class GraphCheck:
@@ -186,7 +196,7 @@ class GraphCheck:
             manager.run_pw_graph = self._watched(manager.run_pw_graph)
 
     def _due(self, graph: Hashable) -> bool:
-        return self._armed and len(self._seen(graph).differences) < _TIMES
+        return self._armed and not self._seen(graph).complete
 
     def _seen(self, graph: Hashable) -> _Compared:
         return self._compared.setdefault(graph, _Compared())
@@ -214,7 +224,7 @@ class GraphCheck:
             self._say(f"vLLM's graphs not compared: {self._why_not}")
             return
         seen.differences.append(_difference(kept, computed))
-        if len(seen.differences) == _TIMES and self._ours:
+        if seen.complete and self._ours:
             self._judge(graph, seen)
 
     def _judge(self, graph: Any, seen: _Compared) -> None:
@@ -226,10 +236,13 @@ class GraphCheck:
                 f"vLLM's graph of {_tokens(graph)} tokens gives other hidden states than the same step without it, off "
                 f"by {off:.2g} of their size; two steps without it by {seen.noise:.2g}",
             )  # fmt: skip
-        done = [each for each in self._compared.values() if len(each.differences) == _TIMES]
+        passed = [each for each in self._compared.values() if each.passed]
+        if not passed:
+            self._say("vLLM's graphs not compared: the same steps without them give hidden states that are not numbers")
+            return
         self._say(
-            f"passed in {len(done)} of {len(captured_graphs(self._worker))} of vLLM's graphs, beside the same steps "
-            f"without them: off by {max(max(each.differences) for each in done):.1g} at most"
+            f"passed in {len(passed)} of {len(captured_graphs(self._worker))} of vLLM's graphs, beside the same steps "
+            f"without them: off by {max(max(each.differences) for each in passed):.1g} at most"
         )
 
     def _say(self, outcome: str) -> None:
@@ -268,10 +281,10 @@ def _hidden(output: Any) -> torch.Tensor:
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the relative difference of two times the same rows [tokens, H], in the middle of the rows.
 
-    Infinite where only `one` has numbers that are not finite; 0 where `other` has them: it says nothing then.
+    Infinite where only `one` has numbers that are not finite; not a number where `other` has them: it says nothing.
     """
     if not bool(torch.isfinite(other).all()):
-        return 0.0
+        return math.nan
     if not bool(torch.isfinite(one).all()):
         return math.inf
     sizes = other.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

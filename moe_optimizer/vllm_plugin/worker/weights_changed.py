@@ -55,7 +55,9 @@ class WatchedWorker:
 
     def _starts(self, *_arguments: Any, **_named: Any) -> None:
         # Before vLLM captures its graphs. On a CPU it has none.
-        if self._worker.device.type == "cuda" and not self._worker.model_config.enforce_eager:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cuda() and not self._worker.vllm_config.model_config.enforce_eager:
             from moe_optimizer.vllm_plugin.worker.graph_check import GraphCheck
 
             self._graphs = GraphCheck(self._session, self._worker)
@@ -75,7 +77,8 @@ class WatchedWorker:
         from moe_optimizer.vllm_plugin.experts.canary import check_model
         from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_known_graph
 
-        if self._session.wanted(EXPERTS_PASS) is not None:
+        # Without the pass, this rank only takes part in what all do together.
+        if EXPERTS_PASS in self._session.proof.passes:
             check_model(
                 self._session,
                 self._worker.model_runner.get_model(),

@@ -23,6 +23,8 @@ Usage: fake_server.py PORT BEHAVIOUR...
   pause       say that it is paused
   killed      say that a process of its own was killed and end with status 0, when it has named its model
   misdecode   give tokens another log-probability when they are decoded
+  compared    write into its proof what the canary says of a graph, when it is asked for a completion
+  wrong       write into its proof that the canary failed, and end with status 1, when it is asked for a completion
   fragile     end with status 0 when it is asked for a completion
 """
 
@@ -115,6 +117,17 @@ def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
     partial.replace(written)
 
 
+def write_canary(canary: str, why_not: str = "") -> None:
+    """Write into the proof what the canary of the experts says now."""
+    from moe_optimizer.proof.record import ProofWriter, read_proofs
+
+    folder = Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent
+    (proof,) = read_proofs(folder)
+    entry = proof.passes["flash_dmoe"]
+    entry.canary, entry.why_not = canary, why_not
+    ProofWriter(folder, proof).write()
+
+
 _shapes: list[object] = []
 
 
@@ -193,6 +206,12 @@ class Server:
     def completed(self, body: dict[str, Any]) -> str:
         if "fragile" in self.behaviour:
             os._exit(0)
+        if "compared" in self.behaviour:
+            write_canary("passed before ready: 1 layers; passed in 1 of 2 of vLLM's graphs")
+        if "wrong" in self.behaviour:
+            write_canary("failed before ready: a graph", "canary before ready: a graph")
+            print("RequiredNotAppliedError: a graph", flush=True)
+            os._exit(1)
         self.asked += 1
         if self.behaviour & {"compile", "restless"}:
             compile_for(body, anew="restless" in self.behaviour)

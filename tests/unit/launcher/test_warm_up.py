@@ -158,3 +158,17 @@ def test_nothing_is_longer_than_the_model_takes(length: int) -> None:
 def test_no_prompt_is_in_the_prefix_cache_of_an_earlier_round() -> None:
     first, second = ({str(each.body["prompt"]) for each in requests_for(SHAPES, seed=seed)} for seed in (0, 1))
     assert not first & second
+
+
+def test_what_workers_find_while_they_are_warmed_up_is_in_the_table(fake: Fake, tmp_path: Path) -> None:
+    said = served(fake("compared"), tmp_path, 20.0)
+    (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
+    assert any("passed in 1 of 2 of vLLM's graphs" in line for line in joined(said[ready:]))
+
+
+def test_a_canary_that_fails_in_the_warm_up_ends_the_start_as_a_required_pass_does(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(RequiredNotAppliedError, match="flash_dmoe: canary before ready: a graph") as refused:
+        serve(fake("wrong"), run_dir=tmp_path, warm_up_s=20.0, echo=said.append)
+    assert "--disable-flash-dmoe" in str(refused.value.hint)
+    assert not any(line.startswith("ready") for line in said)

@@ -9,7 +9,18 @@ from moe_optimizer.passes.expert_load import ExpertLoad
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
-from tests.builders import asking, context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
+from tests.builders import (
+    asking,
+    context,
+    cpu_machine,
+    decided_by,
+    dense_model,
+    gpt_oss_20b,
+    gpus,
+    qwen3_30b_a3b,
+    software,
+    tiny_moe,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,3 +74,20 @@ def test_arguments_that_take_its_place_are_named(flag: str):
     ctx = context(tiny_moe(), cpu_machine())
     assert decide(ctx, wish=Wish.ON, vllm_args=ServeArguments(flag)).reason.startswith(flag)
     assert decide(ctx, vllm_args=ServeArguments(f"--no-{flag[2:]}")).status is Status.ON
+
+
+@pytest.mark.parametrize(
+    ("version", "ours", "status"),
+    [("0.26.0", Wish.AUTO, Status.OFF), ("0.26.0", Wish.ON, Status.ON), ("0.32.0", Wish.AUTO, Status.ON)],
+)
+def test_gpt_oss_is_counted_where_something_tells_the_routing(version: str, ours: Wish, status: Status):
+    """vLLM's kernels of gpt-oss route tokens themselves; a bench of such a plan ended because the pass did not run."""
+    ctx = context(
+        gpt_oss_20b(), gpus("h100_sxm", 1), software=software(version=version, cuda_ops=("fused_experts",)),
+        wishes={"flash_dmoe": (ours, "flag --test")},
+    )  # fmt: skip
+    ctx = decided_by(ctx, "parallelism", "fp8", "four_bit", "sparsity_24", "flash_dmoe")
+    assert ctx.decided["flash_dmoe"].status is (Status.ON if ours is Wish.ON else Status.OFF)
+    decision = ExpertLoad().decide(ctx)
+    assert decision.status is status
+    assert ("vLLM before 0.28" in decision.reason) == (status is Status.OFF)

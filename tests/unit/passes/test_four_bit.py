@@ -53,9 +53,34 @@ def test_asked_for_on_the_cpu_the_plugin_converts():
     decision = decided()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     assert decision.params == FourBitParams(
-        weight_format="mxfp4", excluded_layers=(), max_layer_error=0.25, stored_expert_bits=4.25
+        weight_format="mxfp4", excluded_layers=(), max_layer_error=0.25, group=32, stored_expert_bits=4.25
     )
     assert "output changes" in decision.reason
+
+
+@pytest.mark.parametrize(("group", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125)])
+def test_int4_is_converted_with_the_bits_of_its_groups(group: int, bits: float):
+    decision = decided(profile=with_section(format="int4", group=group))
+    params = decision.params_as(FourBitParams)
+    assert (params.weight_format, params.group, params.stored_expert_bits) == ("int4", group, bits)
+    assert "BF16 scale" in decision.reason
+    assert decision.gain is not None
+    assert decision.gain.ratio.value == pytest.approx(16 / bits, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": qwen3_30b_a3b(), "hardware": gpus("h100_sxm", 1)}, "on the CPU only"),
+        ({"model": dataclasses.replace(tiny_moe(), moe_intermediate_size=96)}, "multiples of 64"),
+        ({"profile": with_section(format="mxfp4", group=64)}, "mxfp4 has a scale per 32"),
+        ({"software": software("cpu", cpu_ops=("fused_experts",))}, "int4_experts has no CPU kernel"),
+    ],
+)
+def test_what_has_no_int4_kernel_or_no_whole_groups_is_refused(changes: dict[str, Any], why: str):
+    decision = decided(**({"profile": with_section(format="int4", group=64)} | changes))
+    assert decision.status is Status.REFUSED
+    assert why in decision.reason
 
 
 def test_a_step_reads_four_and_a_quarter_bits_instead_of_sixteen():
