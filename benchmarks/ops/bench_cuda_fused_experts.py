@@ -8,7 +8,8 @@ In this order, each result written and printed as it comes, until the budget is 
   1. bash build.sh (--no-build leaves it out), the two ceilings of the machine;
   2. correctness per kernel family, each in its own process with a time limit: a family that hangs, crashes or is
      wrong is reported and left out of the timing, the others go on;
-  3. timing: BF16, FP8, MXFP4 (--dtypes; INT4: int4_g32, _g64, _g128, with zero points _g128z), uniform then Zipf routing, the reference shape first, the unknown T first;
+  3. timing: BF16, FP8, MXFP4 (--dtypes; INT4: int4_g32, _g64, _g128, with zero points _g128z), uniform then Zipf
+     routing, the reference shape first, the unknown T first;
   4. the weights' types beside each other: our fastest kernel of each.
 Each timed side is a CUDA graph of 8 calls on 8 weight sets (L2-cold) with their own routing; sides alternate.
 FOLDER/record.json has it all: kept as benchmarks/records/<date>_<gpu>_fused_experts.json, it is what
@@ -154,7 +155,7 @@ def check_family(family: str, *, small: bool) -> int:
         make_weights,
         problem_of,
     )
-    from bench_cuda_sides import errors, family_of, variants_for
+    from bench_cuda_sides import error_bound, errors, family_of, variants_for
 
     from moe_optimizer.ops import cuda_dispatch
 

@@ -7,6 +7,7 @@ wrong, the comparison of a step with and without its graph ends it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.launcher.launch import running
@@ -23,7 +25,7 @@ from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.quality.table import render
 from moe_optimizer.plan.serve_args import ServeArguments
 from tests.free_ports import free_port
-from tests.gpu.plans import always_ours, gpu_plan
+from tests.gpu.plans import EXPERTS, always_ours, gpu_plan
 from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S
 from tests.vllm.test_measured import quietly, request_of
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.gpu
 LARGEST = 16
 """Tokens of the largest graph."""
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", str(LARGEST))
+TWO_GPUS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @contextlib.contextmanager
@@ -70,9 +74,13 @@ def test_a_kernel_that_is_wrong_in_every_captured_graph_ends_the_start(tmp_path:
     assert "in a replayed graph" in str(refused.value)
 
 
-def started(tmp_path: Path, mistake: str = "", *, warm_up_s: float = 60.0, decode_check_s: float = 0.0) -> str:
+def started(
+    tmp_path: Path, mistake: str = "", *, warm_up_s: float = 60.0, decode_check_s: float = 0.0, gpus: int = 1
+) -> str:
     """Start a server that makes a mistake, warm it up, and return what the proof says of the canary."""
-    plan = gpu_plan(*CAPTURE, speeds=always_ours, max_model_len=512, batch_size=LARGEST)
+    layout = TWO_GPUS if gpus > 1 else ()
+    speeds = functools.partial(always_ours, num_experts=EXPERTS // gpus)
+    plan = gpu_plan(*CAPTURE, *layout, speeds=speeds, num_gpus=gpus, max_model_len=512, batch_size=LARGEST)
     run = running(
         plan, run_dir=tmp_path / "run", ready_timeout_s=READY_TIMEOUT_S, warm_up_s=warm_up_s,
         decode_check_s=decode_check_s,
@@ -106,6 +114,21 @@ def test_what_is_wrong_in_vllms_graphs_alone_ends_the_start(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     with pytest.raises(RequiredNotAppliedError, match=r"canary before ready: vLLM's graph of \d+ tokens"):
         started(tmp_path, f"captured by vllm: {mistake}")
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["runner V1", "runner V2"])
+def test_right_graphs_of_two_gpus_give_what_steps_without_them_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    assert re.search(r"passed in \d+ of \d+ of vLLM's graphs", started(tmp_path, gpus=2))
+
+
+@NEEDS_TWO
+def test_what_is_wrong_in_the_graphs_of_one_of_two_gpus_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RequiredNotAppliedError, match=r"canary before ready: vLLM's graph of \d+ tokens"):
+        started(tmp_path, "captured by vllm: one rank", gpus=2)
 
 
 def test_right_kernels_decode_what_prompts_compute(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def _captured_wrong(mistake: str, call: Any, tokens: int) -> Any:
     weights, ids = call.topk_weights, call.topk_ids
     if mistake == "scale":
         return call._replace(topk_weights=weights * 1.02)
+    if mistake == "one rank" and weights.device.index == 1:
+        return call._replace(topk_weights=weights * 1.05)
     if mistake == "stale scale":
         return call._replace(topk_weights=torch.where(ids == 5, weights * 1.5, weights))
     if mistake == "above" and tokens > BATCH:
