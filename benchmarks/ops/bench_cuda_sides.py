@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -176,7 +177,7 @@ class Marlin:
             assert scale is not None
             rows, columns, groups = weight.shape[1], 2 * weight.shape[2], scale.shape[2]
             words = weight.view(torch.int32).transpose(1, 2).contiguous()
-            codes.append(self._ops.gptq_marlin_moe_repack(words, columns, rows, 4))
+            codes.append(self._repacked(words, columns, rows))
             by_group = scale.transpose(1, 2).contiguous()
             scales.append(self._permute_scales(by_group, columns, rows, columns // groups))
             if zero is not None:
@@ -184,6 +185,13 @@ class Marlin:
                 packed = self._zero_points(of_all, of_all.shape[0], rows, 4)
                 zeros.append(packed.view(zero.shape[0], groups, -1).contiguous())
         return (*codes, *scales, *zeros)
+
+    def _repacked(self, words: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
+        repack = self._ops.gptq_marlin_moe_repack
+        if "perm" not in inspect.signature(repack).parameters:
+            return repack(words, columns, rows, 4)
+        in_order = torch.empty(words.shape[0], 0, dtype=torch.int32, device=words.device)  # vLLM 0.26 asks for it
+        return repack(words, in_order, columns, rows, 4)
 
 
 class DeepGemm:
