@@ -26,6 +26,8 @@ _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _FOUR_BIT = "2026-11-24_epyc_four_bit"
 _FOUR_BIT_SERVED, _MXFP4 = "2026-11-23_h100_four_bit_served", "2026-11-23_h100_mxfp4_experts"
 _H100 = "2026-11-22_h100_served"
+_KV_CACHE, _INT4 = "2026-11-24_h100_kv_cache_served", "2026-11-24_h100_int4_experts"
+_FOUR_BIT_H200 = "2026-11-24_h200_four_bit_fp8_served"
 _ONE_GPU, _BOTH = "2026-11-23_h100_fp8_one_gpu_served", "2026-11-23_h100_four_bit_fp8_served"
 _ENGINE_H100 = "2026-11-23_h100_engine_throughput"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
@@ -215,12 +217,17 @@ def _four_bit(record: Any, label: str) -> list[float]:
     return [found["perplexity"], *change, found["expert_bytes"], *([min(errors), max(errors)] if errors else [])]
 
 
-def _fp8_cache(profiles: Any, fp8: Any, clients: str) -> list[float]:
-    """Time per output token in ms with a cache in FP8 and in 16 bits, both with weights in FP8."""
-    sides = (profiles["sides"][0], fp8["sides"][1])
-    return [
-        next(load for load in side["loads"] if load["clients"] == int(clients))["tpot_ms"]["median"] for side in sides
-    ]
+def _fp8_cache(record: Any, clients: str) -> list[float]:
+    """Time between two tokens in ms with a cache in FP8 and in 16 bits, and per output token; weights in FP8."""
+    loads = [
+        next(load for load in side["loads"] if load["clients"] == int(clients)) for side in record["sides"]
+    ]  # fmt: skip
+    return [load[metric]["median"] for metric in ("itl_ms", "tpot_ms") for load in loads]
+
+
+def _fp8_cache_gain(record: Any) -> list[float]:
+    fp8, wide = _fp8_cache(record, "64")[:2]
+    return [wide / fp8]
 
 
 def _four_bit_served(four: Any, bf16: Any, both: Any, clients: str) -> list[float]:
@@ -252,6 +259,17 @@ def _mxfp4_share(record: Any, others: str, most_tokens: int) -> list[float]:
         other = {case["tokens"]: best(case, ("direct", "grouped")) for case in cases(record, dtype=others)}
     shares = [ours[tokens] / other[tokens] for tokens in ours if tokens <= most_tokens]
     return [min(shares), max(shares)]
+
+
+def _int4_beside_marlin(record: Any, tokens: str) -> list[float]:
+    """Time in us of Marlin's kernels and of the fastest of ours, and how many times as fast: groups of 128 and 32."""
+    row = []
+    for dtype in ("int4_g128", "int4_g32"):
+        (case,) = [each for each in cases(record, dtype=dtype) if each["tokens"] == int(tokens.replace(",", ""))]
+        ours = min(side["median_us"] for name, side in case["sides"].items() if name != "vllm")
+        marlin = case["sides"]["vllm"]["median_us"]
+        row += [marlin, ours, marlin / ours]
+    return row
 
 
 def _rungs(record: Any, label: str) -> list[float]:
@@ -350,12 +368,17 @@ CLAIMS = [
     Table("docs/passes/parallelism.md", "| layout |", "**Measured layouts.**", 1, (_LAYOUTS,), _layouts),
     Claim("docs/passes/parallelism.md", "took {11.9} to {23.0} ms per token in slices, {12.3} to {16.5} with EP",
           (_LAYOUTS,), _spread),
-    Table("docs/passes/kv_cache.md", "| clients |", "**Evidence.**", 1, ("2026-11-24_h100_profiles_served", _ONE_GPU),
-          _fp8_cache),
+    Table("docs/passes/kv_cache.md", "| clients |", "**Evidence.**", 1, (_KV_CACHE,), _fp8_cache),
+    Claim("docs/passes/kv_cache.md", "a step is {1.18} times as fast", (_KV_CACHE,), _fp8_cache_gain),
     Table("docs/passes/replicas.md", "| | 1 client", "compared with slices", 1, (_LAYOUTS,), _replicas),
     Table("docs/passes/four_bit.md", "| experts |", "**Evidence.**", 1, (_FOUR_BIT,), _four_bit),
     Table("docs/passes/four_bit.md", "| clients |", "**Evidence.**", 1, (_FOUR_BIT_SERVED, _H100, _BOTH),
           _four_bit_served),
+    Claim("docs/passes/four_bit.md",
+          "was {3.22}, {7.33}, {11.47} and {22.93} ms, and {297}, {1,908}, {4,711} and {9,064} tokens per\nsecond",
+          (_FOUR_BIT_H200,),
+          lambda found: [load["tpot_ms"]["median"] for load in found["sides"][0]["loads"]]
+          + [load["output_tokens_per_s"] for load in found["sides"][0]["loads"]]),
     Claim("docs/passes/four_bit.md", "{1.2} to {2.0} times the tokens per second", (_FOUR_BIT_SERVED, _H100),
           _four_bit_gains),
     Claim("docs/passes/four_bit.md", "The weights took {18.5} GB, and {17.6} GB", (_FOUR_BIT_SERVED, _BOTH),
@@ -368,6 +391,7 @@ CLAIMS = [
           lambda found: _mxfp4_share(found, "fp8", 4096)[1:]),
     Claim("docs/kernels.md", "{0.41} to {0.94} of the time of vLLM's Marlin", (_MXFP4,),
           lambda found: _mxfp4_share(found, "marlin", 4096)),
+    Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_INT4,), _int4_beside_marlin),
     Claim("docs/kernels.md", "{0.69} to {0.93} of our FP8 kernels'", (_MXFP4,),
           lambda found: _mxfp4_share(found, "fp8", 1024)),
     Claim("docs/kernels.md", "up to 1024 and {1.45} at 4096", (_MXFP4,),

@@ -7,6 +7,7 @@ kernel speeds; of the served records one at one client is used for REQUEST_US.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
@@ -47,6 +48,9 @@ HOST_US = 400.0
 """Of a step, what no kernel accounts for at batch 1: gaps between kernels, scheduler, copies of tokens."""
 HOST_SEQUENCE_US = 1.8
 """The same for each further sequence: (633 - 403) us / 127."""
+PROMPT_TOKEN_US = 5.4
+"""The same for each token of a prompt: what its step lacks of the time to first token at one client, (81.7 - 60.0) ms /
+4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 
@@ -59,17 +63,26 @@ class ExpertConstants:
 
     start_us: float
     bandwidth_share: float
+    four_bit_bytes_per_s: float
+    """At most, of weights in four bits: they are widened by instructions, of which an H200 has as many as an H100."""
     flop_share: float
     fp8_flop_share: float
     activation_share: float
 
 
 VLLM_EXPERTS = ExpertConstants(
-    start_us=20.1, bandwidth_share=0.973, flop_share=0.66, fp8_flop_share=0.284, activation_share=0.627
+    start_us=20.1,
+    bandwidth_share=0.973,
+    four_bit_bytes_per_s=math.inf,
+    flop_share=0.66,
+    fp8_flop_share=0.284,
+    activation_share=0.627,
 )
 OUR_EXPERTS = ExpertConstants(
-    start_us=10.2, bandwidth_share=0.999, flop_share=0.855, fp8_flop_share=0.657, activation_share=1.543
+    start_us=10.2,
+    bandwidth_share=0.999,
+    four_bit_bytes_per_s=2.3e12,
+    flop_share=0.855,
+    fp8_flop_share=0.657,
+    activation_share=1.543,
 )
-ATTENTION_READ_BITS = 16
-"""An element of the cache costs attention as if it had so many bits at least. With an FP8 cache no step was clearly
-faster on an H100, and that of 256 requests took longer (benchmarks/records/2026-11-24_h100_profiles_served.json)."""

@@ -17,7 +17,7 @@ from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
-_BF16_BITS = 16
+_BF16_BITS, _FP8_BITS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,14 @@ class ExpertTimes:
         rows = pairs if self.ours else tokens * shape.top_k
         activations = rows * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
         # Kernels for fewer than 8 bits widen the weights and multiply in BF16.
-        fp8 = bits == 8 and gpu.supports("fp8")
+        fp8 = bits == _FP8_BITS and gpu.supports("fp8")
         rate = peak_flops(gpu, bits).value * fit.fp8_flop_share if fp8 else peak_flops(gpu, 16).value * fit.flop_share
         bandwidth = gpu.memory_bandwidth.value
+        read = bandwidth * fit.bandwidth_share
+        if bits < _FP8_BITS:
+            read = min(read, fit.four_bit_bytes_per_s)
         return fit.start_us + 1e6 * (
-            hit * weights * weight_element_bytes(bits) / (bandwidth * fit.bandwidth_share)
+            hit * weights * weight_element_bytes(bits) / read
             + 2 * weights * pairs / rate
             + activations / (bandwidth * fit.activation_share)
         )

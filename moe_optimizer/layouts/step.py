@@ -128,7 +128,7 @@ class StepModel:
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _host_us(self, tokens: Tokens) -> Quantity:
-        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled
+        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled + fitted.PROMPT_TOKEN_US * tokens.prompt
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _exchange_us(self, tokens: Tokens) -> Quantity:
@@ -164,5 +164,5 @@ class StepModel:
             num_gpus=self.layout.tensor_parallel_size,
             expert_bits=self.question.expert_bits,
             linear_bits=self.question.linear_bits,
-            kv_bits=max(self.question.memory.kv_bits, fitted.ATTENTION_READ_BITS),
+            kv_bits=self.question.memory.kv_bits,
         )
