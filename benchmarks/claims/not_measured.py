@@ -90,7 +90,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "docs/model_error.md": [
         (
             "| | TPOT | tokens/s |",
-            "| 12.46 | +7% | | | not published |",
+            "| 13.14 | +13% | | | not published |",
             (
                 "2026-11-21_h200_layouts",
                 "2026-11-21_h200_served",

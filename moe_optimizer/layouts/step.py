@@ -119,7 +119,8 @@ class StepModel:
     def _small_kernels_us(self, tokens: Tokens) -> Quantity:
         model, bandwidth = self.question.model, self.question.gpu.memory_bandwidth.value
         moved = fitted.SMALL_KERNELS_PASSES * tokens.total * model.hidden_size * _BYTES / bandwidth * 1e6
-        value = model.num_layers * (fitted.SMALL_KERNELS_LAYER_US + moved)
+        of_prompts = fitted.PROMPT_TOKEN_US * tokens.prompt / self.layout.tensor_parallel_size
+        value = model.num_layers * (fitted.SMALL_KERNELS_LAYER_US + moved) + of_prompts
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _sampling_us(self, tokens: Tokens) -> Quantity:
@@ -128,7 +129,7 @@ class StepModel:
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _host_us(self, tokens: Tokens) -> Quantity:
-        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled + fitted.PROMPT_TOKEN_US * tokens.prompt
+        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _exchange_us(self, tokens: Tokens) -> Quantity:
