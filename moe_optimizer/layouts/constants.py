@@ -49,8 +49,8 @@ HOST_US = 400.0
 HOST_SEQUENCE_US = 1.8
 """The same for each further sequence: (633 - 403) us / 127."""
 PROMPT_TOKEN_US = 5.4
-"""Of each token of a prompt, what no part of its step accounts for: time to first token at one client, (81.7 - 60.0) ms /
-4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. That slices share it is assumed."""
+"""Of each token of a prompt, what no part of its step accounts for: time to first token at one client, (81.7 - 60.0)
+ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. That slices share it is assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 
