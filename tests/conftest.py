@@ -54,8 +54,6 @@ _ORDER = (
     "test_fp8_memory.py",
     "test_four_bit.py",
     "test_gpt_oss.py",
-    "test_speculation.py",
-    "test_decode_check.py",
     _OTHERS,
     "test_fp8_sensitivity.py",
     "test_killed_launcher.py",

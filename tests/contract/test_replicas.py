@@ -1,6 +1,6 @@
 """Two servers behind the real router, dealt requests in turns; the servers are stand-ins that speak real HTTP.
 
-With real servers: tests/vllm/test_replicas.py.
+That vLLM counts what turns are told by: tests/vllm/test_flag_passes.py.
 """
 
 from __future__ import annotations

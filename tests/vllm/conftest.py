@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,18 +27,20 @@ from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.measure.live.servers import servers_of
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.proof.record import Proof, read_proofs
+from moe_optimizer.proof.table import Row, proof_rows
 from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.expert_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from tests import shadowing
-from tests.builders import placement_load, tiny_moe
+from tests.builders import placement_load, profile_with, tiny_moe
 from tests.eventually import eventually
-from tests.free_ports import four_free_ports, free_port
+from tests.free_ports import free_port
 from tests.shared_result import folder_of_all_workers, made_once
 from tests.vllm.counted import Counted, count_one_request
 from tests.vllm.scraped import Watched, watch
@@ -78,8 +80,6 @@ class Served:
     run_dir: Path
     info: ServerInfo | None = None
     """None for a server that was not started by the launcher."""
-    again: tuple[tuple[Answer, ...], ...] = ()
-    """What was answered when everything was asked again, once for each further server behind a router."""
     counted: Counted | None = None
     """What it counted for one more request; None where nobody asked."""
     watched: Watched | None = None
@@ -208,11 +208,11 @@ def _served(plan: Plan, run_dir: Path, environment: dict[str, str], *, count: bo
         for name, value in environment.items():
             patch.setenv(name, value)
         with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-            answers, *again = [ask(info.base_url) for _ in info.servers]
+            answers = ask(info.base_url)
             counted = count_one_request(info) if count else None
             watched = _watched(run_dir) if count else None
             assert list(executed.iterdir()) == []
-            return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted, watched)
+            return Served(answers, info.proofs, info.run_dir, info, counted, watched)
 
 
 def _watched(run_dir: Path) -> Watched:
@@ -268,10 +268,10 @@ def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
 
 @pytest.fixture(scope="session")
 def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel on two workers with half of the experts each, placed by load."""
+    """Our kernel on two workers with half of the experts each, placed by load, with drafts from the prompt."""
     plan = tiny_plan(
         "--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel",
-        required=("expert_placement",), expert_load=placement_load(tiny_moe()),
+        required=("expert_placement", "speculation"), expert_load=placement_load(tiny_moe()),
     )  # fmt: skip
     return serve_once("ours_expert_parallel", plan, count=True)
 
@@ -321,24 +321,73 @@ sys.modules[broken.__name__] = broken
 """
 
 
-@pytest.fixture(scope="session")
-def broken_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a server in whose processes our kernel raises."""
-    folder = tmp_path_factory.mktemp("site")
-    forked = (FORKED / "sitecustomize.py").read_text()  # Python reads one file of this name
-    (folder / "sitecustomize.py").write_text(forked + _BROKEN_KERNEL)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+@dataclass(frozen=True)
+class Offline:
+    """What an engine without a server answered (`offline`), and what its process wrote."""
+
+    plan: Plan
+    answers: tuple[Answer, ...]
+    perplexity: float
+    """Of the bundled model's held-out text."""
+    proofs: tuple[Proof, ...]
+
+    def row(self, pass_name: str) -> Row:
+        """Return a pass's row of the launcher's table."""
+        (row,) = [row for row in proof_rows(self.plan, self.proofs) if row.pass_name == pass_name]
+        return row
+
+
+FOUR_BITS = {"mxfp4": 32, "int4": 64}
+"""Format -> group. The formats have kernels, converters and ops of their own. Both have 4.25 bits."""
+
+
+def _offline_plans() -> dict[str, Plan]:
+    broken = {"broken kernel": tiny_plan("--enforce-eager", dtype="bfloat16")}
+    return broken | {
+        name: plan_here(
+            "--enforce-eager", profile=profile_with("balanced", {"four_bit": {"format": name, "group": group}}),
+            wishes={"four_bit": (Wish.ON, "test")}, dtype="bfloat16", max_model_len=520,
+        )
+        for name, group in FOUR_BITS.items()
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def fallback_bf16(serve_once: Callable[..., Served], broken_kernel: dict[str, str]) -> Served:
-    """Our kernel is broken: vLLM's own computes."""
-    return serve_once("fallback_bf16", tiny_plan("--enforce-eager", dtype="bfloat16"), **broken_kernel)
+def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Offline]:
+    """Engines in forks of one process: our kernel raises, and vLLM's own computes; experts in each four-bit format."""
+    folder = folder_of_all_workers(tmp_path_factory)
+    return made_once(folder, "offline", lambda: _answered_offline(tmp_path_factory.mktemp("offline")))
+
+
+def _answered_offline(folder: Path) -> dict[str, Offline]:
+    plans, text = _offline_plans(), (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
+    for name, plan in plans.items():
+        run_dir = folder / name
+        run_dir.mkdir(mode=0o700)
+        (run_dir / "plan.json").write_text(plan.to_json())
+        # Raw logits say nothing of a text's likelihood.
+        asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "text": text if name in FOUR_BITS else ""}
+        (run_dir / "request.json").write_text(json.dumps(asked))
+    (folder / "broken kernel" / "stand_in.py").write_text(_BROKEN_KERNEL)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.offline", *(str(folder / name) for name in plans)],
+        cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=READY_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: _read_offline(plan, folder / name) for name, plan in plans.items()}
+
+
+def _read_offline(plan: Plan, run_dir: Path) -> Offline:
+    found = json.loads((run_dir / "answers.json").read_text())
+    answers = tuple(
+        Answer(tuple(tokens), tuple({int(token): value for token, value in position.items()} for position in best))
+        for tokens, best in found["answers"]
+    )
+    return Offline(plan, answers, found["perplexity"] or math.nan, read_proofs(run_dir))
 
 
 @pytest.fixture(scope="session")
 def ours_bf16(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel as it is planned by default, on two servers behind the router where that is installed."""
-    group = ("replicas",) if importlib.util.find_spec("vllm_router") is not None else ()
-    plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), dtype="bfloat16", required=group)
-    return serve_once("ours_bf16", plan)
+    """Our kernel as it is planned by default."""
+    return serve_once("ours_bf16", tiny_plan("--enforce-eager", dtype="bfloat16"))

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.verdict import model_holders, not_running
 from tests.vllm.answers import assert_ours_ran, assert_same_up_to_a_tie, bf16_spacing
-from tests.vllm.conftest import Served
+from tests.vllm.conftest import Offline, Served
 
 
-def test_a_broken_kernel_leaves_the_layers_to_vllm_and_the_table_says_why(fallback_bf16: Served) -> None:
-    assert fallback_bf16.info is not None
-    (row,) = [row for row in fallback_bf16.info.rows if row.pass_name == "flash_dmoe"]
+def test_a_broken_kernel_leaves_the_layers_to_vllm_and_the_table_says_why(offline: dict[str, Offline]) -> None:
+    broken = offline["broken kernel"]
+    row = broken.row("flash_dmoe")
     assert (row.applied, row.ran) == ("no", "no")
     assert row.why_not.startswith("fallback: ")
     assert "injected" in row.why_not
-    plan = Plan.load(fallback_bf16.run_dir / "plan.json")
-    assert "injected" in not_running(plan, fallback_bf16.proofs, ["flash_dmoe"])["flash_dmoe"]
-    assert all(proof.passes["flash_dmoe"].layers == () for proof in model_holders(fallback_bf16.proofs))
+    assert "injected" in not_running(broken.plan, broken.proofs, ["flash_dmoe"])["flash_dmoe"]
+    (holder,) = model_holders(broken.proofs)
+    assert holder.passes["flash_dmoe"].layers == ()
 
 
 def test_bf16_differs_from_stock_only_where_the_best_two_logits_are_as_good_as_equal(
-    fallback_bf16: Served, ours_bf16: Served
+    offline: dict[str, Offline], ours_bf16: Served
 ) -> None:
-    assert ours_bf16.info is not None
-    for server in ours_bf16.info.servers:
-        assert_ours_ran(server.proofs, workers=1, dtype="bfloat16")
-    for stock, ours in zip(fallback_bf16.answers, ours_bf16.answers, strict=True):
+    assert_ours_ran(ours_bf16.proofs, workers=1, dtype="bfloat16")
+    for stock, ours in zip(offline["broken kernel"].answers, ours_bf16.answers, strict=True):
         assert_same_up_to_a_tie(stock, ours)
 
 

@@ -1,6 +1,6 @@
 """What goes wrong in the plugin never breaks vLLM, and never goes unseen.
 
-A kernel that falls back: test_bf16_equals_stock.py. A start that ends with exit code 6: test_decode_check.py. A process
+A kernel that falls back: test_bf16_equals_stock.py. A wrong kernel: test_measured.py. A process
 that is killed: test_flag_passes.py, and test_disaggregation.py in the middle of an answer.
 """
 

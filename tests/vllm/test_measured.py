@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_optimizer.errors import ExitCode, ServerFailedError
+from moe_optimizer.launcher.decode_check import check_decode, decode_question
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.measure.bench.request import BenchRequest
@@ -196,6 +198,21 @@ SMALL = Workload(
     requests=(RequestKind(prompt=TokenRange(least=16, most=32), output=TokenRange(least=6, most=8)),),
 )  # fmt: skip
 OURS = Candidate()
+
+
+def test_a_kernel_that_is_wrong_only_when_decoding_fails_the_decode_check(
+    servers: tuple[Servers, QualityResult],
+) -> None:
+    """That this ends a start: tests/unit/launcher/test_warm_up.py, with a stand-in."""
+    url, plan = servers[0].base.plan.url, servers[0].base.plan.plan
+    assert url is not None
+    assert plan is not None
+    client = ServerClient(url)
+    question = decode_question(plan, client.max_model_len())
+    assert check_decode(client, client.models()[0], question, limit_s=600.0).wrong == ""
+    with servers[0].mistaken("decode: other experts"):
+        found = check_decode(client, client.models()[0], question, limit_s=600.0)
+    assert re.match(r"\d requests at once", found.wrong)
 
 
 @pytest.fixture(scope="module")

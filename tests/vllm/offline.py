@@ -1,0 +1,95 @@
+"""Runs vLLM's engine and worker in one process, without a server: once per plan, and writes what it answered.
+
+    python -m tests.vllm.offline RUN_DIR...
+
+Each RUN_DIR has a plan.json; answers.json and the proof are written beside it. Where it has a file `stand_in.py`, that
+is executed before anything of a plan is loaded. Each engine has a process of its own, forked from one that has imported
+vLLM and has one thread: OPENBLAS_NUM_THREADS=1 keeps numpy from starting any.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.model_executor.models import qwen3_moe  # noqa: F401 - each fork has it then
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from moe_optimizer import env
+from moe_optimizer.launcher.command import server_environment
+from moe_optimizer.plan.plan import Plan
+
+ANSWERS = "answers.json"
+START = "<|endoftext|>"
+CONTEXT = 512
+"""The first token of a window of the text, and how many it has: as in scripts/perplexity.py."""
+_WRITTEN_S = 1.5
+"""A worker writes its proof at most once a second."""
+
+
+def main(*folders: str) -> int:
+    """Run one after the other; stop at the first that fails."""
+    gc.freeze()
+    for folder in folders:
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        assert threads == 1, f"{threads} threads, expected one: a fork of this process may hang"
+        pid = os.fork()
+        if pid == 0:
+            answer(Path(folder))
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            return status
+    return 0
+
+
+def answer(folder: Path) -> None:
+    """Serve the plan of a folder to its request.json: {"prompts", "max_tokens", "text"}."""
+    stand_in = folder / "stand_in.py"
+    if stand_in.exists():
+        exec(stand_in.read_text(), {})
+    plan, asked = Plan.load(folder / "plan.json"), json.loads((folder / "request.json").read_text())
+    os.environ |= server_environment(plan, folder / "plan.json") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ[env.RUN_DIR] = str(folder)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", plan.model.path, *plan.serve_args.words]))
+    engine = LLM(**vars(arguments))
+    greedy = SamplingParams(max_tokens=asked["max_tokens"], temperature=0, logprobs=2)
+    found = engine.generate(asked["prompts"], greedy, use_tqdm=False)
+    answers = [_tokens_and_best_two(each.outputs[0]) for each in found]
+    perplexity = _perplexity(engine, asked["text"]) if asked["text"] else None
+    time.sleep(_WRITTEN_S)
+    engine.generate(asked["prompts"][:1], greedy, use_tqdm=False)
+    (folder / ANSWERS).write_text(json.dumps({"answers": answers, "perplexity": perplexity}))
+
+
+def _tokens_and_best_two(found: Any) -> tuple[list[int], list[dict[int, float]]]:
+    best = [{token: each.logprob for token, each in position.items() if each.rank <= 2} for position in found.logprobs]
+    return list(found.token_ids), best
+
+
+def _perplexity(engine: LLM, text: str) -> float:
+    """Return exp of the mean negative log-likelihood of the text's tokens, as scripts/perplexity.py asks a server."""
+    encode = engine.get_tokenizer().encode
+    tokens, first = encode(text, add_special_tokens=False), encode(START, add_special_tokens=False)
+    size = CONTEXT - 1
+    windows = [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
+    asked = [{"prompt_token_ids": window} for window in windows]
+    nats = 0.0
+    for window, found in zip(
+        windows, engine.generate(asked, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False), strict=True
+    ):
+        nats -= sum(at[token].logprob for token, at in zip(window[1:], found.prompt_logprobs[1:], strict=True))
+    return math.exp(nats / len(tokens))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
