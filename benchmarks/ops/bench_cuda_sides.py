@@ -187,7 +187,7 @@ class Marlin:
         return (*codes, *scales, *zeros)
 
     def _repacked(self, words: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
-        repack = self._ops.gptq_marlin_moe_repack
+        repack: Any = self._ops.gptq_marlin_moe_repack
         if "perm" not in inspect.signature(repack).parameters:
             return repack(words, columns, rows, 4)
         in_order = torch.empty(words.shape[0], 0, dtype=torch.int32, device=words.device)  # vLLM 0.26 asks for it

@@ -59,7 +59,7 @@ def answer(folder: Path) -> None:
     plan, asked = Plan.load(folder / "plan.json"), json.loads((folder / "request.json").read_text())
     os.environ |= server_environment(plan, folder / "plan.json") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ[env.RUN_DIR] = str(folder)
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser: Any = make_arg_parser(FlexibleArgumentParser())
     arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", plan.model.path, *plan.serve_args.words]))
     engine = LLM(**vars(arguments))
     greedy = SamplingParams(max_tokens=asked["max_tokens"], temperature=0, logprobs=2)
@@ -83,10 +83,9 @@ def _perplexity(engine: LLM, text: str) -> float:
     size = CONTEXT - 1
     windows = [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
     asked = [{"prompt_token_ids": window} for window in windows]
+    given: Any = engine.generate(asked, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     nats = 0.0
-    for window, found in zip(
-        windows, engine.generate(asked, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False), strict=True
-    ):
+    for window, found in zip(windows, given, strict=True):
         nats -= sum(at[token].logprob for token, at in zip(window[1:], found.prompt_logprobs[1:], strict=True))
     return math.exp(nats / len(tokens))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_scale_that_is_no_number_shows_in_its_row_alone(emulator: Emulator):
 @pytest.mark.parametrize(("hidden", "width", "name"), [(96, 128, "H"), (128, 96, "I")])
 def test_sizes_that_are_no_multiple_of_the_group_are_refused(emulator: Emulator, hidden, width, name):
     problem = make_case(3, 2, 2, 128, 128, int4=64).problem
-    fields = list(problem.call(DirectVariant(), 2))
+    fields: list[Any] = list(problem.call(DirectVariant(), 2))
     fields[0] |= {"hidden_size": hidden, "intermediate_size": width}
     with pytest.raises(ValueError, match=f"{name}: got 96, expected a multiple of 64"):
         emulator.module.cuda_layout(*fields, 0)
@@ -113,7 +114,7 @@ def test_sizes_that_are_no_multiple_of_the_group_are_refused(emulator: Emulator,
 
 @pytest.mark.parametrize("group", [0, 16, 48, 256])
 def test_other_groups_are_refused(emulator: Emulator, group):
-    fields = list(make_case(3, 2, 2, 256, 256, int4=32).problem.call(DirectVariant(), 2))
+    fields: list[Any] = list(make_case(3, 2, 2, 256, 256, int4=32).problem.call(DirectVariant(), 2))
     fields[2] |= {"w2_group": group}
     with pytest.raises(ValueError, match=f"got {group}, expected 32, 64 or 128"):
         emulator.module.cuda_layout(*fields, 0)
