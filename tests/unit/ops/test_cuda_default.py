@@ -51,7 +51,7 @@ class FakeHopper:
         monkeypatch.setattr(cuda_dispatch, "_counter_for", lambda device, stream: counter)
 
     def _run(self, emulator: Emulator, arguments: tuple[Any, ...]) -> None:
-        variant = arguments[2]
+        variant = arguments[3]
         self.ran.append(("direct" if variant["direct"] else "grouped", variant["tile_tokens"]))
         emulator.module.cuda_run(*arguments)
 

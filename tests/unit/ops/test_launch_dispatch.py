@@ -177,13 +177,16 @@ def test_a_variant_that_does_not_cover_a_call_is_refused_with_the_number(monkeyp
         cuda_dispatch.run(problem, DirectVariant())
 
 
+STRUCTS = ("experts", "router", "int4", "variant")
+
+
 @pytest.mark.parametrize("change", ["missing", "unknown"])
-@pytest.mark.parametrize("struct", ["experts", "router", "variant"])
+@pytest.mark.parametrize("struct", STRUCTS)
 def test_a_missing_or_unknown_field_is_an_error_before_anything_is_launched(emulator: Emulator, struct, change):
-    problem = make_case(1, 2, 4, 64, 32).problem
+    problem = make_case(1, 2, 4, 64, 32, int4=32).problem
     problem = replace(problem, router=Router(logits=torch.zeros(1, 4), top_k=2), topk_ids=None, topk_weights=None)
     call = problem.call(DirectVariant(), 1)
-    fields = call[["experts", "router", "variant"].index(struct)]
+    fields = call[STRUCTS.index(struct)]
     assert fields is not None
     assert isinstance(fields, dict)
     name = "no_such_field" if change == "unknown" else list(fields)[-1]

@@ -30,7 +30,10 @@ from tests.kernel_emulator import Emulator
 SHARED_BYTES = 227 * 1024
 """What a block may have."""
 
-WEIGHT_BITS = {mode: bits for bits, modes in MODES_OF_WEIGHT_BITS.items() for mode in modes}
+WEIGHT_BITS = {mode: bits for bits, modes in MODES_OF_WEIGHT_BITS.items() for mode in modes} | {
+    GemmMode.INT4_WEIGHTS: 4
+}
+FOUR_BITS = (GemmMode.MXFP4_WEIGHTS, GemmMode.INT4_WEIGHTS)
 
 QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=16)
 MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bits=16)
@@ -57,18 +60,25 @@ sizes_strategy = st.builds(
 any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def of_mode(sizes: MoeSizes, mode: GemmMode) -> MoeSizes:
+    """The sizes with weights that the mode reads."""
+    return replace(sizes, weight_bits=WEIGHT_BITS[mode], int4=mode == GemmMode.INT4_WEIGHTS)
+
+
 def problem_of(sizes: MoeSizes, router: Router | None = None) -> CudaProblem:
     """A call of these sizes without memory."""
     t, k, e, h, i = sizes.num_tokens, sizes.top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     weight = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.uint8}[sizes.weight_bits]
     packed = sizes.weight_bits == 4
     stored = 2 if packed else 1  # weights in an element
+    # INT4 is told by the address of its scales.
+    scale = torch.empty(1, 1, 1, dtype=torch.bfloat16) if sizes.int4 else torch.empty(1, 1, 1, device="meta").byte()
     return CudaProblem(
         x=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
         w13=torch.empty(e, 2 * i, h // stored, dtype=weight, device="meta"),
         w2=torch.empty(e, h, i // stored, dtype=weight, device="meta"),
-        w13_scale=torch.empty(e, 2 * i, h // 32, dtype=weight, device="meta") if packed else None,
-        w2_scale=torch.empty(e, h, i // 32, dtype=weight, device="meta") if packed else None,
+        w13_scale=scale.expand(e, 2 * i, h // 32) if packed else None,
+        w2_scale=scale.expand(e, h, i // 32) if packed else None,
         out=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
         topk_ids=torch.empty(t, k, dtype=torch.int32, device="meta"),
         router=router,
@@ -137,9 +147,9 @@ def test_mxfp4_sizes_that_are_no_multiple_of_its_groups_are_refused(emulator: Em
 @pytest.mark.parametrize("mode", list(GemmMode))
 @pytest.mark.parametrize("sizes", [QWEN3, MIXTRAL, DEEPSEEK], ids=["qwen3", "mixtral", "deepseek"])
 def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
-    sizes = replace(sizes, weight_bits=WEIGHT_BITS[mode])
+    sizes = of_mode(sizes, mode)
     for tile in TILE_TOKENS[mode]:
-        fewest = 1 if mode == GemmMode.MXFP4_WEIGHTS else 2  # of its widest tile, two stages fit
+        fewest = 1 if mode in FOUR_BITS else 2  # of its widest tile, two stages fit
         launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (fewest, fewest + 1))
         assert grouped(emulator, sizes, mode, tile)["shared_bytes"] <= SHARED_BYTES
         stage_bytes = longer["shared_bytes"] - launch["shared_bytes"] - 16  # a stage has two barriers
@@ -148,7 +158,7 @@ def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
 def test_a_pair_takes_an_even_grid_and_the_shared_memory_of_single_blocks(emulator: Emulator, mode):
-    sizes = replace(QWEN3, num_tokens=4096, weight_bits=WEIGHT_BITS[mode])
+    sizes = of_mode(replace(QWEN3, num_tokens=4096), mode)
     for tile in PAIRED_TILES[mode]:
         single, pair = (grouped(emulator, sizes, mode, tile, paired=paired, blocks=133) for paired in (False, True))
         assert (single["grid"], pair["grid"]) == (133, 132)
@@ -162,7 +172,7 @@ def test_a_pair_on_one_multiprocessor_is_refused(emulator: Emulator):
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
 def test_a_ring_that_could_deadlock_is_refused(emulator: Emulator, mode):
-    sizes = replace(QWEN3, weight_bits=WEIGHT_BITS[mode])
+    sizes = of_mode(QWEN3, mode)
     with pytest.raises(ValueError, match=r"ring stages:.*1,.* 2"):
         grouped(emulator, sizes, mode, 32, 1)
 
@@ -219,7 +229,7 @@ def test_a_block_routes_1024_pairs(emulator: Emulator):
 
 def test_only_fp8_activations_take_room_for_quantised_tokens(emulator: Emulator):
     def parts(mode: GemmMode) -> dict[str, int]:
-        problem = problem_of(replace(QWEN3, weight_bits=WEIGHT_BITS[mode]))
+        problem = problem_of(of_mode(QWEN3, mode))
         return emulator.layout(problem, GroupedVariant(mode), 132, buffer=256)["workspace"]
 
     assert parts(GemmMode.BF16)["h_quantized"] == 0 < parts(GemmMode.BF16)["h"]
@@ -238,7 +248,7 @@ def test_only_logits_take_room_for_ids_and_weights(emulator: Emulator):
 @pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(1, 128), top_k=8)], ids=["ids", "logits"])
 @pytest.mark.parametrize("mode", list(GemmMode))
 def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router):
-    sizes = replace(QWEN3, num_tokens=5, weight_bits=WEIGHT_BITS[mode])
+    sizes = of_mode(replace(QWEN3, num_tokens=5), mode)
     layout = emulator.layout(problem_of(sizes, router), GroupedVariant(mode), 132, buffer=4096)
     starts = sorted(address for address in layout["workspace"].values() if address)
     assert all(address % 256 == 0 for address in starts)
@@ -249,7 +259,7 @@ def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router)
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8_WEIGHTS])
 def test_the_memory_plan_counts_the_buffers_of_one_forward(emulator: Emulator, mode: GemmMode):
-    sizes = replace(QWEN3, num_tokens=8192, weight_bits=WEIGHT_BITS[mode])
+    sizes = of_mode(replace(QWEN3, num_tokens=8192), mode)
     laid_out = emulator.layout(problem_of(sizes), GroupedVariant(mode), 132)["bytes"]
     request = MemoryRequest(
         model=qwen3_30b_a3b(), device_bytes=80 * GIB, num_devices=1, gpu_memory_utilization=0.9,
