@@ -123,7 +123,7 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 3 weight widths x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down; 4 plain
+    # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down; 4 plain
     # kernels.
     assert len([name for name in names if name.startswith("direct_")]) == 13
     tiles = sum(len(values) for values in TILE_TOKENS.values())
@@ -138,7 +138,7 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     for entry in kernels:
         count = threads.get(entry["name"].partition("<")[0], 256)
         if entry["name"].startswith("direct_up"):
-            weight_bits, pieces = (int(n) for n in entry["name"].partition("<")[2].rstrip(">").split(", "))
+            weight_bits, pieces, _int4 = (int(n) for n in entry["name"].partition("<")[2].rstrip(">").split(", "))
             count = 256 * (4 if (weight_bits, pieces) == (16, 2) else 2)  # blocks of 256 threads
         # Registers are handed out to warps in units of 256, 8 per thread.
         assert count * -(-entry["registers"] // 8) * 8 <= 65536, entry
