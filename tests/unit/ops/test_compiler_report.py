@@ -123,8 +123,8 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down; 4 plain
-    # kernels.
+    # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down;
+    # 4 plain kernels.
     assert len([name for name in names if name.startswith("direct_")]) == 13
     tiles = sum(len(values) for values in TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
