@@ -33,12 +33,17 @@ def perplexity(base_url: str, model: str, text: str, *, context_length: int = 51
     first = _tokenize(base_url, model, start)
     if len(first) != 1 or not tokens:
         raise ServerError(f"got {len(first)} tokens for {start!r} and {len(tokens)} for the text, expected 1 and more")
-    size = context_length - 1
-    windows = [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
+    windows = windows_of(tokens, first, context_length=context_length)
     nats = 0.0
     for begin in range(0, len(windows), _WINDOWS_PER_REQUEST):
         nats -= _log_likelihood(base_url, model, windows[begin : begin + _WINDOWS_PER_REQUEST])
     return math.exp(nats / len(tokens))
+
+
+def windows_of(tokens: list[int], first: list[int], *, context_length: int = 512) -> list[list[int]]:
+    """Return the text cut into windows of `context_length` tokens at most, each behind `first`, one token."""
+    size = context_length - 1
+    return [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
 
 
 def _tokenize(base_url: str, model: str, text: str) -> list[int]:

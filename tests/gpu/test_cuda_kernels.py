@@ -229,13 +229,7 @@ def test_the_same_input_gives_the_same_bits(variant):
         assert torch.equal(first, run(case.problem, variant))
 
 
-@pytest.mark.parametrize(
-    ("variant", "mxfp4"),
-    [(DIRECT, False), (BF16, False), (GroupedVariant(GemmMode.BF16, 160, paired=True), False), (DIRECT, True),
-     (MXFP4_WEIGHTS, True)], ids=str,
-)  # fmt: skip
-def test_a_captured_graph_follows_its_inputs(variant, mxfp4):
-    case = on_gpu(make_case(8, 4, 16, 512, 256, mxfp4=mxfp4))
+def assert_a_graph_follows_its_inputs(case: Case, variant: Variant) -> None:
     problem = case.problem
     run(problem, variant)
     graph = torch.cuda.CUDAGraph()
@@ -250,6 +244,15 @@ def test_a_captured_graph_follows_its_inputs(variant, mxfp4):
         graph.replay()
         torch.cuda.synchronize()
         assert_close(case, problem.out)
+
+
+@pytest.mark.parametrize(
+    ("variant", "mxfp4"),
+    [(DIRECT, False), (BF16, False), (GroupedVariant(GemmMode.BF16, 160, paired=True), False), (DIRECT, True),
+     (MXFP4_WEIGHTS, True)], ids=str,
+)  # fmt: skip
+def test_a_captured_graph_follows_its_inputs(variant, mxfp4):
+    assert_a_graph_follows_its_inputs(on_gpu(make_case(8, 4, 16, 512, 256, mxfp4=mxfp4)), variant)
 
 
 def test_a_kernel_that_overlaps_the_one_before_waits_for_what_it_wrote():

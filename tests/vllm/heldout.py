@@ -9,7 +9,9 @@ from moe_optimizer.launcher.launch import ServerInfo
 from tests.vllm.conftest import ROOT, TINY_MOE
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from perplexity import perplexity
+from perplexity import START, perplexity, windows_of
+
+__all__ = ["START", "heldout_perplexity", "reference_perplexity", "windows_of"]
 
 
 def heldout_perplexity(info: ServerInfo) -> float:

@@ -4,13 +4,11 @@
 
 loading_memory.json: {"peak_bytes", "end_bytes", "expert_bytes", "types": the type of each part's weights}.
 
-Each load has a process of its own, forked from one that has imported vLLM: nothing of another load is in it. A fork is
-safe where no other thread can hold a lock, so there may be none: OPENBLAS_NUM_THREADS=1 keeps numpy from starting any.
+Each load has a process of its own, forked from one that has imported vLLM (`in_forks`).
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -27,6 +25,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 
 from tests.free_ports import free_port
+from tests.vllm.in_forks import in_forks
 
 _SAMPLE_INTERVAL_S = 0.002
 
@@ -68,18 +67,12 @@ class Peak:
 
 def main(model: str, *loads: str) -> int:
     """Load one after the other; stop at the first that fails."""
-    gc.freeze()  # vLLM collects garbage twice in a load: not among what was imported
-    for load in loads:
-        plan, load_format = load.split("=")
-        threads = len(list(Path("/proc/self/task").iterdir()))
-        assert threads == 1, f"{threads} threads, expected one: a fork of this process may hang"
-        pid = os.fork()
-        if pid == 0:
-            measure(model, Path(plan), load_format)
-            os._exit(0)
-        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            return status
-    return 0
+
+    def load(named: str) -> None:
+        plan, load_format = named.split("=")
+        measure(model, Path(plan), load_format)
+
+    return in_forks(load, loads)
 
 
 def measure(model: str, plan: Path, load_format: str) -> None:

@@ -2,14 +2,13 @@
 
     python -m tests.vllm.offline RUN_DIR...
 
-Each RUN_DIR has a plan.json; answers.json and the proof are written beside it. Where it has a file `stand_in.py`, that
-is executed before anything of a plan is loaded. Each engine has a process of its own, forked from one that has imported
-vLLM and has one thread: OPENBLAS_NUM_THREADS=1 keeps numpy from starting any.
+Each RUN_DIR has a plan.json and a request.json; answers.json and the proof are written beside them. Where it has a file
+`stand_in.py`, that is executed before anything of a plan is loaded. Each engine has a process of its own, forked from
+one that has imported vLLM (`in_forks`).
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -27,28 +26,17 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from moe_optimizer import env
 from moe_optimizer.launcher.command import server_environment
 from moe_optimizer.plan.plan import Plan
+from tests.vllm.heldout import START, windows_of
+from tests.vllm.in_forks import in_forks
 
 ANSWERS = "answers.json"
-START = "<|endoftext|>"
-CONTEXT = 512
-"""The first token of a window of the text, and how many it has: as in scripts/perplexity.py."""
 _WRITTEN_S = 1.5
 """A worker writes its proof at most once a second."""
 
 
 def main(*folders: str) -> int:
     """Run one after the other; stop at the first that fails."""
-    gc.freeze()
-    for folder in folders:
-        threads = len(list(Path("/proc/self/task").iterdir()))
-        assert threads == 1, f"{threads} threads, expected one: a fork of this process may hang"
-        pid = os.fork()
-        if pid == 0:
-            answer(Path(folder))
-            os._exit(0)
-        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            return status
-    return 0
+    return in_forks(answer, map(Path, folders))
 
 
 def answer(folder: Path) -> None:
@@ -79,9 +67,8 @@ def _tokens_and_best_two(found: Any) -> tuple[list[int], list[dict[int, float]]]
 def _perplexity(engine: LLM, text: str) -> float:
     """Return exp of the mean negative log-likelihood of the text's tokens, as scripts/perplexity.py asks a server."""
     encode = engine.get_tokenizer().encode
-    tokens, first = encode(text, add_special_tokens=False), encode(START, add_special_tokens=False)
-    size = CONTEXT - 1
-    windows = [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
+    tokens = encode(text, add_special_tokens=False)
+    windows = windows_of(tokens, encode(START, add_special_tokens=False))
     asked = [{"prompt_token_ids": window} for window in windows]
     given: Any = engine.generate(asked, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     nats = 0.0
