@@ -125,27 +125,27 @@ def _on_text(module: str, options: MeasureTextOptions, settings: Mapping[str, st
     for flag, value in (("--text", options.text), ("--output", options.output)):
         if not value:
             raise InputError(f"{flag}: is missing", hint=f"name a file: {flag} FILE")
-    request = TextRequest(
-        model=options.model_name,
-        name="",
-        trust_remote_code=options.trust_remote_code,
-        text=options.text or "",
-        max_tokens=options.max_tokens or _DEFAULT_MAX_TOKENS,
-        output=options.output or "",
-    )
-    request = check_request(request)
     lines = ProgressLines(verbose=options.verbose)
-    with (
-        tempfile.TemporaryDirectory(prefix="moe-optimizer-text-") as folder,
-        progress_bar(module.replace("_", " "), lines=lines) as show,
-    ):
-        return run_measurement(
-            f"moe_optimizer.measure.{module}",
-            encode(request) | settings,
-            on_step=show,
-            log=Path(folder) / "log.txt",
-            grace_s=_GRACE_S,
+    with tempfile.TemporaryDirectory(prefix="moe-optimizer-text-") as folder:
+        request = check_request(
+            TextRequest(
+                model=options.model_name,
+                name="",
+                trust_remote_code=options.trust_remote_code,
+                text=options.text or "",
+                max_tokens=options.max_tokens or _DEFAULT_MAX_TOKENS,
+                output=options.output or "",
+                run_dir=folder,
+            )
         )
+        with progress_bar(module.replace("_", " "), lines=lines) as show:
+            return run_measurement(
+                f"moe_optimizer.measure.{module}",
+                encode(request) | settings,
+                on_step=show,
+                log=Path(folder) / "log.txt",
+                grace_s=_GRACE_S,
+            )
 
 
 app = typer.Typer(

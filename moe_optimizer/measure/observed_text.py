@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,8 @@ class TextRequest:
     """Of the model's own tokenizer; the text is cut off after them."""
     output: str
     """File that is written."""
+    run_dir: str
+    """Folder for the proof of the measuring process, whose plugin writes there until it ends: removed after that."""
 
 
 Observer = Callable[[int, "KernelWeights", "ExpertsCall"], None]
@@ -79,20 +80,15 @@ def observe_text(request: TextRequest, observe: Observer) -> int:
     Raises:
         UnsupportedError: our CPU kernel does not compute this model's experts here.
     """
+    profile = Path(request.run_dir) / "profile.yaml"
+    profile.write_text(_PROFILE)
     # Before vLLM is imported: it reads its variables then, and loads the plugin in this process.
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile.yaml"
-        profile.write_text(_PROFILE)
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "MOE_OPTIMIZER_PROFILE": str(profile),
-            "MOE_OPTIMIZER_RUN_DIR": folder,
-        }
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        return _observe(request, observe)
-
-
-def _observe(request: TextRequest, observe: Observer) -> int:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "MOE_OPTIMIZER_PROFILE": str(profile),
+        "MOE_OPTIMIZER_RUN_DIR": request.run_dir,
+    }
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import vllm
 
     from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, weight_format
