@@ -42,9 +42,9 @@ _OTHERS = "files that start no server"
 # neighbours that ask for the same server. One test worker has each of them, and one has all others: it alone imports
 # vLLM, late enough that the servers that they read have been started.
 _ORDER = (
-    "test_measured.py",
-    "test_serving_equals_stock.py",
     "test_demo.py",
+    "test_serving_equals_stock.py",
+    "test_measured.py",
     "test_bf16_equals_stock.py",
     "test_disaggregation.py",
     "test_placed_experts.py",
