@@ -135,6 +135,8 @@ def plan_of(options: Any, vllm_args: list[str], draft: Path, drafts: int) -> Pla
         draft=read_draft(str(draft), origin="this benchmark") if drafts else None,
         port=free_port(),
         batch_size=max(ROUNDS),
+        input_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
         max_model_len=1024,
     )
     return accepting(plan, drafts) if drafts else plan

@@ -17,6 +17,13 @@ from moe_optimizer.plan_context.layouts import layout_question
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.layout import Layout
 
+DRAFTING_STEP_US = 2_500.0
+"""What a step that drafts takes beside kernels that are modelled, and"""
+DRAFTED_TOKEN_US = 44.0
+"""for each of its drafts: fitted to benchmarks/records/2026-11-25_h100_verify_steps.json (vLLM 0.26, one H100, 1 to 64
+clients, 1 and 3 drafts of a drafting model). Where the time goes was not looked at; that other ways to draft and other
+GPUs take as long is assumed."""
+
 
 def accepted_on_average(acceptance: float, drafts: int) -> float:
     """Return the accepted drafts of a step, where each is accepted with `acceptance` if all before it were."""
@@ -52,8 +59,12 @@ class StepCosts:
 
     def ratio(self, requests: int, drafts: int) -> float:
         """Return the time of a step that drafts and checks over that of a plain one."""
+        plain = self._model.step_us(self._tokens(requests, 0))
+        if not drafts:
+            return 1.0
         checking = self._model.step_us(self._tokens(requests, drafts))
-        return (checking + drafts * self._draft_us(requests)) / self._model.step_us(self._tokens(requests, 0))
+        vllm = DRAFTING_STEP_US + DRAFTED_TOKEN_US * requests * drafts
+        return (checking + drafts * self._draft_us(requests) + vllm) / plain
 
     def speed_up(self, requests: int, drafts: int, acceptance: float) -> float:
         """Return tokens a second over those without drafts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,11 +44,14 @@ EAGLE = DraftSpec(
     weight_bytes=400_000_000,
     kv_bytes_per_token=2048,
 )
+RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "records"
 SMALL = dataclasses.replace(EAGLE, name="org/small", path="/small", method="draft", num_layers=28)
 
 
-def before(model=None, hardware=H100, section: dict[str, Any] | None = None, **changes: Any) -> PlanContext:
-    profile = profile_with(passes={"speculation": section or {}})
+def before(
+    model=None, hardware=H100, section: dict[str, Any] | None = None, *, workload: Any = None, **changes: Any
+) -> PlanContext:
+    profile = profile_with(passes={"speculation": section or {}}, **({"workload": workload} if workload else {}))
     ctx = context(model or qwen3_30b_a3b(), hardware, profile, **({"wishes": ASKED} | changes))
     return decided_by(ctx, *BEFORE)
 
@@ -176,7 +180,23 @@ def test_on_the_cpu_nothing_is_predicted():
 
 def test_a_model_without_experts_reads_the_same_weights_for_drafts():
     dense, moe = before(dense_model()), before(qwen3_30b_a3b())
-    assert StepCosts(dense, "ngram", None).ratio(1, 3) < 1.1 < StepCosts(moe, "ngram", None).ratio(1, 3)
+
+    def two_more(ctx: PlanContext) -> float:
+        costs = StepCosts(ctx, "ngram", None)
+        return costs.ratio(1, 3) - costs.ratio(1, 1)
+
+    assert 0 < two_more(dense) < 0.1 < two_more(moe)
+
+
+@pytest.mark.parametrize("drafts", ["1", "3"])
+def test_a_step_with_drafts_costs_what_was_measured(drafts: str):
+    record = json.loads((RECORDS / "2026-11-25_h100_verify_steps.json").read_text())
+    sides = record["runs"]["bf16"]["sides"]
+    draft = dataclasses.replace(SMALL, num_layers=1, weight_bytes=80_000_000)
+    costs = StepCosts(before(workload={"input_tokens": 128, "output_tokens": 128}), "draft_model", draft)
+    for requests, load in sides[drafts]["loads"].items():
+        measured = load["step_ms"] / sides["0"]["loads"][requests]["step_ms"]
+        assert costs.ratio(int(requests), int(drafts)) == pytest.approx(measured, rel=0.2), requests
 
 
 def test_what_computes_to_draft_makes_a_step_longer():
