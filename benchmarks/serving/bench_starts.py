@@ -1,0 +1,110 @@
+"""Measures the time to ready of a plan and of vLLM alone, in turns: the first start of each with empty caches.
+
+    python benchmarks/serving/bench_starts.py --model DIR --out FILE [--profile balanced] [--enable-fp8] [--turns 2]
+        [--total-s 500] [-- further vllm serve arguments]
+
+Give the run empty caches (XDG_CACHE_HOME, VLLM_CACHE_ROOT, TRITON_CACHE_DIR), or its first starts are no first starts.
+Both sides share them, as they do for a user. vLLM alone is ready when /health answers: it has no warm-up and no checks.
+Ours is ready after both, when `serve` says so. The record is written after each start.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
+from moe_optimizer import env  # noqa: E402
+from moe_optimizer.files import write_atomically  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
+from moe_optimizer.launcher.decode_check import DEFAULT_LIMIT_S as DECODE_CHECK_S  # noqa: E402
+from moe_optimizer.launcher.launch import running  # noqa: E402
+from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S as WARM_UP_S  # noqa: E402
+from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.process_environment import changed_environment  # noqa: E402
+from moe_optimizer.profiles import load_profile  # noqa: E402
+
+SIDES = ("vllm", "ours")
+_OURS = ("flash_dmoe", "expert_load", "expert_placement")
+"""Passes that need the plugin: off for vLLM alone, which gets the same flags otherwise."""
+LEAST_S = 60.0
+"""With less time left no server is started."""
+
+
+def main() -> int:
+    """Start and stop, print each time, and write the record."""
+    parser = parser_of(__doc__, commit=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--profile", default="balanced")
+    parser.add_argument("--enable-fp8", action="store_true", help="vLLM alone then has its online FP8 by block")
+    parser.add_argument("--turns", type=int, default=2, help="starts of each side (default: 2)")
+    parser.add_argument("--total-s", type=float, default=500, help="for all; what does not fit is left out")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    end = time.monotonic() + options.total_s
+    record: dict[str, Any] = {
+        **head("time to ready of vLLM alone and of ours, in turns with shared caches, empty at first", options.commit),
+        "environment": gpu_environment(),
+        "starts": [],
+    }
+    for turn in range(options.turns):
+        for side in SIDES:
+            left = end - time.monotonic()
+            found = started(side, plan_of(side, options, vllm_args), left - 10) if left > LEAST_S else {"ready_s": None}
+            record["starts"].append({"side": side, "turn": turn, **found})
+            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+            print(record["starts"][-1], flush=True)
+    return 0
+
+
+def plan_of(side: str, options: Any, vllm_args: list[str]) -> Plan:
+    """Return the plan of a side for this machine."""
+    wishes = {"fp8": (Wish.ON, "this benchmark")} if options.enable_fp8 else {}
+    if side == "vllm":
+        wishes |= dict.fromkeys(_OURS, (Wish.OFF, "this benchmark"))
+    return plan_here(
+        options.model,
+        *vllm_args,
+        kernel_speeds=read_kernel_speeds(),
+        profile=load_profile(options.profile),
+        wishes=wishes,
+        port=free_port(),
+    )
+
+
+def started(side: str, plan: Plan, ready_timeout_s: float) -> dict[str, Any]:
+    """Start and stop one side; return its time to ready, where that went, and what compiled afterwards."""
+    alone = side == "vllm"
+    begin = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        changed_environment({env.DISABLE: "1"} if alone else {}),
+        running(
+            plan,
+            run_dir=Path(folder),
+            ready_timeout_s=ready_timeout_s,
+            warm_up_s=0.0 if alone else WARM_UP_S,
+            decode_check_s=0.0 if alone else DECODE_CHECK_S,
+        ) as info,
+    ):
+        return {
+            "ready_s": round(time.monotonic() - begin, 2),
+            "phases_s": dict(info.phases_s),
+            "serve_args": list(plan.serve_args.words),
+            "ran": [row.pass_name for row in info.rows if row.ran.startswith("yes")],
+            "compiled_before_ready": [each.compilations.before_ready for each in info.proofs if each.compilations],
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
