@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.engine.upload import uploaded
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
@@ -69,8 +70,9 @@ class DecodeGraphs:
         numbers_4S = np.zeros((4, size), np.int64)
         numbers_4S[2, count:] = -1
         numbers_4S[:, :count] = batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lengths_S
-        captured.numbers_4S.copy_(torch.from_numpy(numbers_4S))
-        self._tables_SN[:count, : batch.block_tables_SN.shape[1]].copy_(batch.block_tables_SN)
+        tables_SN = uploaded(batch.block_tables_SN, self._tables_SN.device)
+        self._tables_SN[:count, : tables_SN.shape[1]].copy_(tables_SN)
+        captured.numbers_4S.copy_(uploaded(torch.from_numpy(numbers_4S), self._tables_SN.device))
         captured.graph.replay()
         return captured.hidden_SH[:count]
 

@@ -139,9 +139,9 @@ class LLMEngine:
         self.scheduler.blocks.check_integrity(each for group in self.groups.values() for each in group.sequences)
 
     def _accept(self, sequences: list[Sequence], tokens: list[SampledToken]) -> list[RequestOutput]:
-        groups: dict[str, SequenceGroup] = {}
+        told: dict[str, SequenceGroup] = {}
         for sequence, token in zip(sequences, tokens, strict=True):
-            group = groups[sequence.group.request_id] = sequence.group
+            group = sequence.group
             if not group.forked:
                 # The prompt is computed now: the samples behind the first start from it.
                 for other in group.sequences[1:]:
@@ -150,7 +150,9 @@ class LLMEngine:
             self.outputs.accept(sequence, token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
-        outputs = [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+            if sequence.finish_reason is not None or not group.params.final_only:
+                told[group.request_id] = group
+        outputs = [output for group in told.values() if (output := self.outputs.output(group)) is not None]
         for output in outputs:
             if output.finished:
                 del self.groups[output.request_id]

@@ -79,9 +79,9 @@ class ModelRunner:
                 sampled.append(begin + count - 1)
         sequences = step.decodes + [sequence for sequence, _ in step.prefills]
         tables = [sequence.block_table.block_ids for sequence in sequences]
-        block_tables_SN = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, table in zip(block_tables_SN, tables, strict=True):
-            row[: len(table)] = table
+        width = max(map(len, tables), default=0)
+        rows = bytearray().join([table.tobytes().ljust(width * table.itemsize, b"\0") for table in tables])
+        block_tables_SN = np.frombuffer(rows, np.int32).reshape(len(tables), width)
         positions_T, starts_S1 = np.array(positions, np.int64), np.array(starts)
         blocks_T = block_tables_SN[
             np.repeat(np.arange(len(tables)), np.diff(starts_S1)), positions_T // self.block_size

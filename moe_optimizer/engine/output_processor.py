@@ -19,20 +19,20 @@ class OutputProcessor:
 
     def accept(self, sequence: Sequence, token: SampledToken) -> None:
         """Add a token to its sequence, and set `finish_reason` if it is the last."""
-        sequence.append(token.token_id)
-        if token.logprob is not None:
-            sequence.cumulative_logprob += token.logprob
-        if token.logprobs is not None:
-            sequence.logprobs.append(self._named(token.logprobs))
-        self._check_end(sequence, token.token_id)
+        token_id, logprob, logprobs = token
+        sequence.append(token_id)
+        if logprob is not None:
+            sequence.cumulative_logprob += logprob
+        if logprobs is not None:
+            sequence.logprobs.append(self._named(logprobs))
+        self._check_end(sequence, token_id)
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:
         """Return what the request is to be told after a step; None if it is nothing."""
         params, sequences, finished = group.params, group.sequences, group.finished
-        selecting = params.num_samples > params.n
-        if not finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting or group.unread):
+        if not finished and (params.final_only or group.unread):
             return None
-        if selecting:
+        if params.num_samples > params.n:
             sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))
         return RequestOutput(
             request_id=group.request_id,
@@ -44,7 +44,8 @@ class OutputProcessor:
         )
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
-        params, group, num_output_tokens = sequence.params, sequence.group, sequence.num_output_tokens
+        group = sequence.group
+        params, num_output_tokens = group.params, sequence.num_tokens - len(group.prompt_token_ids)
         ends = token_id in group.end_token_ids and num_output_tokens >= params.min_tokens
         if ends:
             sequence.finish_reason = "stop"

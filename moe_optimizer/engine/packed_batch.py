@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.block import Copies
+from moe_optimizer.engine.upload import uploaded
 
 _MOST_PADDING = 1.25
 """Chosen: a group costs some operations per layer, padding costs reads."""
@@ -69,8 +70,8 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch with its tensors on a device: one copy of all that are rows of numbers."""
         rows = {name: each for name, each in vars(self).items() if isinstance(each, Tensor) and each.dim() == 1}
-        moved = torch.cat(list(rows.values())).to(device).split([len(each) for each in rows.values()])
-        tables = self.block_tables_SN.to(device)
+        moved = uploaded(torch.cat(list(rows.values())), device).split([len(each) for each in rows.values()])
+        tables = uploaded(self.block_tables_SN, device)
         return replace(self, block_tables_SN=tables, **dict(zip(rows, moved, strict=True)))
 
     @cached_property

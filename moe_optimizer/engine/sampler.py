@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_optimizer.engine.outputs import Logprob, SampledToken
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.sequence import Sequence
+from moe_optimizer.engine.upload import uploaded
 
 
 class TorchSampler:
@@ -48,13 +49,13 @@ class TorchSampler:
             return logits_SV.argmax(-1)
         temperatures = [each.params.temperature_at(each.num_output_tokens) for each in sequences]
         temperature_S1 = _column(temperatures, logits_SV)
-        random_S1 = temperature_S1 > 0
-        scores_SV = filtered(logits_SV / torch.where(random_S1, temperature_S1, 1.0), params)
-        noise_SV = torch.empty_like(scores_SV).exponential_(generator=self._generator)
+        if any(each.filtered for each in params):
+            logits_SV, temperature_S1 = filtered(_scaled(logits_SV, temperature_S1), params), temperature_S1.sign()
+        noise_SV = torch.empty_like(logits_SV).exponential_(generator=self._generator)
         for row, sequence in enumerate(sequences):
             if sequence.params.seed is not None:
-                noise_SV[row].exponential_(generator=_generator_of(sequence, scores_SV.device))
-        return self._largest(scores_SV, noise_SV, random_S1)
+                noise_SV[row].exponential_(generator=_generator_of(sequence, logits_SV.device))
+        return self._largest(logits_SV, temperature_S1, noise_SV)
 
 
 def filtered(scores_SV: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -80,12 +81,16 @@ def filtered(scores_SV: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _column(values: list[Any], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)[:, None]
+    return uploaded(torch.tensor(values), like.device)[:, None]
 
 
-def _largest(scores_SV: Tensor, exponential_SV: Tensor, random_S1: Tensor) -> Tensor:
+def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
+    return logits_SV / torch.where(temperature_S1 > 0, temperature_S1, 1.0)
+
+
+def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) -> Tensor:
     """Return the place of the largest score; in random rows with Gumbel noise, minus the log of exponential noise."""
-    return (scores_SV - exponential_SV.log() * random_S1).argmax(-1)
+    return (_scaled(logits_SV, temperature_S1) - exponential_SV.log() * (temperature_S1 > 0)).argmax(-1)
 
 
 def _penalize(logits_V: Tensor, sequence: Sequence) -> None:

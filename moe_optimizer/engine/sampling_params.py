@@ -106,6 +106,16 @@ class SamplingParams(Arguments):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
+    def final_only(self) -> bool:
+        """Whether there is no output before the last."""
+        return self.output_kind is RequestOutputKind.FINAL_ONLY or self.num_samples > self.n
+
+    @cached_property
+    def filtered(self) -> bool:
+        """Whether some tokens are left out before one is drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @cached_property
     def reports_logprob(self) -> bool:
         """Whether each token's log-probability is needed, to be shown or to compare samples by."""
         return self.logprobs is not None or self.num_samples > self.n
