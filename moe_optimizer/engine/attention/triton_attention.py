@@ -15,13 +15,15 @@ from torch import Tensor
 
 from moe_optimizer.engine.packed_batch import PackedBatch
 
-_TILE_KEYS = 64
+TILE_KEYS = 64
 _TILE_KEY_BYTES = 256
 """Most bytes of a key with tiles of that many: three stages of keys and values fit a core's shared memory."""
 _PREFILL_ROWS = 64
 _DECODE_ROWS = _LEAST_WIDTH = 16
 """The fewest rows and columns that a tensor core multiplies."""
-_PROGRAMS_PER_CORE = 2
+PROGRAMS_PER_CORE = 2
+WARPS, STAGES = 4, 3
+"""Of a program, and of its loads: Triton's own choice."""
 _MOST_SPLITS = 16
 """Chosen: a decode is split over the cores until each has two programs, up to this many."""
 
@@ -71,7 +73,7 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = _PROGRAMS_PER_CORE * cores // num_programs
+    wanted = PROGRAMS_PER_CORE * cores // num_programs
     return min(_MOST_SPLITS, triton.next_power_of_2(max(1, wanted)))
 
 
@@ -82,7 +84,7 @@ def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, batch: PackedBa
     rows = max(part.least_rows, triton.next_power_of_2(shared))
     tokens = rows // shared
     width = max(_LEAST_WIDTH, triton.next_power_of_2(size))
-    keys = _TILE_KEYS if width * q_THd.element_size() <= _TILE_KEY_BYTES else _TILE_KEYS // 2
+    keys = TILE_KEYS if width * q_THd.element_size() <= _TILE_KEY_BYTES else TILE_KEYS // 2
     parts = lse = out_THd
     if part.splits > 1:
         parts = torch.empty((part.splits, part.count, heads, size), dtype=torch.float32, device=q_THd.device)
@@ -92,7 +94,7 @@ def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, batch: PackedBa
         batch.block_tables_SN, batch.context_lengths_S, batch.query_starts_S1,
         q_THd.stride(0), batch.block_tables_SN.stride(0), part.first, part.count, size**-0.5,
         H=heads, K=kv_heads, d=size, S=block_size, TOKENS=tokens, M=rows, N=keys, D=width, SPLITS=part.splits,
-        PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if part.splits > 1:
         _join[(part.count, heads)](parts, lse, out_THd, part.count, H=heads, d=size, D=width, SPLITS=part.splits)
