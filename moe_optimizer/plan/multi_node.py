@@ -75,7 +75,7 @@ def render_machines(plan: Plan) -> str:
         return "\n".join(lines) + "\n"
     others = "the other machine" if nodes == 2 else f"each of the other {nodes - 1} machines"
     lines += [
-        *_comment("Every machine has Ray (pip install 'ray[cgraph]'), which starts vLLM's workers on the others; "
+        *_comment("Every machine has Ray (pip install ray), which starts vLLM's workers on the others; "
                   f"Ray's port {RAY_PORT} and the ports that Ray, NCCL and vLLM choose are open between them."),
         "",
         *_comment("On the first machine; HEAD is its address:"),
