@@ -28,7 +28,7 @@ from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.ledger import Entry, TuneResult
+from moe_optimizer.measure.tune.ledger import NOTHING_COMPARED, Entry, TuneResult
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.settings import settings_of
@@ -57,6 +57,7 @@ class Tuning:
     """One run of the command: its folder, its plans, and the search."""
 
     def __init__(self, options: TuneOptions, lines: ProgressLines) -> None:
+        self._begin = time.monotonic()
         self._options, self._lines = options, lines
         self._goal = parse_goal(options.goal or _DEFAULT_GOAL)
         self._folder = run_folder(options.run_dir, "tune", resume=options.resume)
@@ -83,13 +84,12 @@ class Tuning:
                 "--tokens and --folder: are of the Triton kernel, which runs on GPUs", hint="leave them out"
             )
         make_run_folder(self._folder)
-        triton_s = 0.0
         if plan.num_gpus:
-            triton_s = self._tuned_triton()
+            self._tune_triton()
             plans = self._plans()
             plan = plans.plan(Candidate())
         template, question = self._sent_to(plan), self._question(plan)
-        journal = self._journal(plans, template, question, self._budget_s - triton_s)
+        journal = self._journal(plans, template, question)
         self._lines.release()
 
         def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -100,7 +100,7 @@ class Tuning:
                 side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
             )
             found = search(question, measure, journal, show)
-        result = self._written(found, plans, journal.spent_s + triton_s)
+        result = self._written(found, plans, journal)
         if found.why_nothing and found.ended == "done":
             raise ServerFailedError(
                 f"tune: no server could be measured, not stock vLLM's either: {found.why_nothing}",
@@ -111,14 +111,15 @@ class Tuning:
     def _plans(self) -> CandidatePlans:
         return CandidatePlans(self._options, self._lines, run_dir=self._folder, fits=self._template.check_fits)
 
-    def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
+    def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
-        return Journal(self._folder / "measured", budget_s=budget_s, identity=identity)
+        before_s = time.monotonic() - self._begin
+        return Journal(self._folder / "measured", budget_s=self._budget_s, identity=identity, before_s=before_s)
 
-    def _tuned_triton(self) -> float:
-        """Tune vLLM's Triton kernel where it runs the experts; return the seconds it took, now or in an earlier run."""
+    def _tune_triton(self) -> None:
+        """Tune vLLM's Triton kernel where it runs the experts, unless an earlier run in the folder did."""
         path = self._folder / _TRITON_FILE
         if path.exists():
             entry = decode(Entry, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
@@ -135,25 +136,26 @@ class Tuning:
             entry = Entry(step="triton", what=what, against="", kept=kept, reason=reason, seconds=took)
             write_atomically(path, json.dumps(encode(entry)))
         self._entries.append(entry)
-        return entry.seconds
 
-    def _written(self, found: Found, plans: CandidatePlans, spent_s: float) -> TuneResult:
+    def _written(self, found: Found, plans: CandidatePlans, journal: Journal) -> TuneResult:
+        """Write the ledger and the plan; no plan where nothing was compared, since somebody would take it for one."""
         plan = plans.plan(found.candidate)
         path = self._folder / _PLAN_FILE
-        write_atomically(path, plan.to_json() + "\n")
+        if found.compared:
+            write_atomically(path, plan.to_json() + "\n")
         result = TuneResult(
             goal=self._goal.text,
             metric=self._goal.metric,
             met=found.met,
             nearest_miss=found.nearest_miss,
-            plan=str(found.candidate),
-            plan_file=str(path),
-            plan_digest=plan.digest,
+            plan=str(found.candidate) if found.compared else NOTHING_COMPARED,
+            plan_file=str(path) if found.compared else None,
+            plan_digest=plan.digest if found.compared else None,
             passes=() if found.candidate.stock else Side(name="tuned", plan=plan).passes,
             arguments=dict(found.candidate.arguments),
             ended=found.ended,
             budget_s=self._budget_s,
-            spent_s=spent_s,
+            spent_s=journal.spent_s,
             entries=(*self._entries, *found.entries),
             environment={**environment_of(plan), "model": self._options.model_name},
             command=("moe-optimizer", *sys.argv[1:]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -99,9 +101,13 @@ def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep) -
             for side, key in zip(start.sides, start.keys, strict=True)
         }
         _send(request, start.turns, up, pace, on_step)
-        for side, key in zip(start.sides, start.keys, strict=True):
+        for side in start.sides:
             up[side].check_alive(request.sides[side].name)
-            write_atomically(start_path(request.folder, key), up[side].facts().to_json())
+        facts = {key: up[side].facts() for side, key in zip(start.sides, start.keys, strict=True)}
+        ended = time.monotonic()
+    stop_s = time.monotonic() - ended
+    for key, each in facts.items():
+        write_atomically(start_path(request.folder, key), dataclasses.replace(each, stop_s=stop_s).to_json())
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ class StartFacts:
     memory: MemoryUse
     compilations: int | None
     """Kernels compiled after the server said it was ready; None where nobody counts them."""
+    stop_s: float | None = None
+    """Seconds that it took to stop it, and those beside it; None where nobody has looked."""
 
     def to_json(self) -> str:
         """Return the form that `read_start` reads."""

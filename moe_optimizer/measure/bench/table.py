@@ -53,7 +53,8 @@ def _further(load: LoadResult) -> str:
     if load.joules_per_token is not None:
         parts.append(f"{load.joules_per_token:.3f} J per output token")
     if load.discarded:
-        parts.append(f"{load.discarded} rounds thrown away: kernels were compiled meanwhile")
+        rounds = "round" if load.discarded == 1 else "rounds"
+        parts.append(f"{load.discarded} {rounds} thrown away: kernels were compiled meanwhile")
     return f"\n{'':<15}{'; '.join(parts)}" if parts else ""
 
 

@@ -40,7 +40,7 @@ class Comparison:
 def compared(outcome: Outcome, goal: Goal) -> Comparison:
     """Compare the two sides of a paired measurement; each verdict has a confidence of 95 % of its own.
 
-    The plan at the end is measured anew against stock vLLM, so that what was picked by chance does not stay.
+    What was picked among several is measured anew against stock vLLM, so that what won by chance does not stay.
     """
     if outcome.failed:
         return Comparison(word=None, failed=outcome.failed)

@@ -8,6 +8,8 @@ from typing import Literal
 
 Step = Literal["plan", "ablation", "setting", "confirmation", "result", "quality", "triton", "unfinished"]
 Ended = Literal["done", "budget", "interrupted"]
+NOTHING_COMPARED = "none: nothing was compared"
+"""Stands for a plan in a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,12 @@ class TuneResult:
     metric: str
     """What scores are."""
     met: bool
-    """Whether the limits are kept; true for a goal without limits."""
+    """Whether the limits are kept; for a goal without limits, whether anything was compared."""
     nearest_miss: NearestMiss | None
     plan: str
     """What the plan is: in words."""
     plan_file: str | None
+    """None: nothing was compared."""
     plan_digest: str | None
     passes: tuple[str, ...]
     """Those that are on in it."""

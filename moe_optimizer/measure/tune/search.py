@@ -57,6 +57,9 @@ class Found:
 
     candidate: Candidate
     met: bool
+    """Whether the limits are kept; without limits, whether anything was compared."""
+    compared: bool
+    """Whether the candidate is the better of two that were measured, or the only one there is."""
     nearest_miss: NearestMiss | None
     entries: tuple[Entry, ...]
     ended: Ended
@@ -85,8 +88,8 @@ class _Search:
         """Whether something was not tried for lack of time."""
         self._untried = {flag: {*values} - {UNCHANGED} for flag, values in question.settings.items()}
         self._why_untried = ""
-        self._under_way = ""
-        """What is being measured."""
+        self._under_way: tuple[str, str, tuple[str, ...]] | None = None
+        """What is being measured: in words, and as the journal has it."""
         self._last_failure = ""
         self._counted: set[tuple[str, ...]] = set()
         """Measurements whose time a line of the ledger has."""
@@ -102,16 +105,19 @@ class _Search:
             reason = "the budget did not last for it"
             if not self._trials:
                 reason += ": give it a larger --budget, or less of --clients, --requests-per-client or --repetitions"
-            self._note("unfinished", self._under_way, kept=False, reason=reason)
+            self._note_unfinished(reason)
         except (KeyboardInterrupt, SystemExit):
             ended = "interrupted"
-            self._note("unfinished", self._under_way or "the next step", kept=False, reason="interrupted")
+            self._note_unfinished("interrupted")
         self._note_untried(ended)
         answer = self._trials.get(self._identity(self._safe))
-        met = self._goal.is_met(answer[1].scores if answer else ())
+        alone = bool(self._trials) or not self._last_failure
+        compared = len(self._trials) > 1 or (ended == "done" and alone)
+        met = compared and self._goal.is_met(answer[1].scores if answer else ())
         return Found(
             candidate=self._safe,
             met=met,
+            compared=compared,
             nearest_miss=None if met else self._nearest(),
             entries=_with_kept_settings(self._entries, self._safe),
             ended=ended,
@@ -126,6 +132,14 @@ class _Search:
             chosen = self._ablated()
         chosen = self._with_settings(chosen)
         self._settle(chosen)
+
+    def _note_unfinished(self, reason: str) -> None:
+        if self._under_way is None:
+            self._note("unfinished", "the next step", kept=False, reason=reason)
+            return
+        text, kind, what = self._under_way
+        seconds = self._journal.cut_off_s(kind, what)
+        self._note("unfinished", text, kept=False, reason=reason, seconds=seconds)
 
     def _note_untried(self, ended: Ended) -> None:
         """Name the passes and values of settings that no measurement had time for."""
@@ -375,9 +389,9 @@ class _Search:
 
     def _measured(self, kind: str, what: tuple[str, ...], text: str, measure: Callable[[], Outcome]) -> Outcome:
         self._on_step(self._journal.share, text)
-        self._under_way = text
+        self._under_way = (text, kind, what)
         outcome = self._journal.measured(kind, what, measure)
-        self._under_way = ""
+        self._under_way = None
         self._last_failure = outcome.failed or self._last_failure
         if (kind, *what) in self._counted:
             return dataclasses.replace(outcome, seconds=0.0)

@@ -7,17 +7,17 @@ import dataclasses
 import hashlib
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import MeasuredSide, measure_sides
 from moe_optimizer.measure.bench.samples import RoundSamples, read_samples
 from moe_optimizer.measure.bench.schedule import Turn
-from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.side import Side, read_start, start_path
 from moe_optimizer.measure.tune.goal import Goal, figures
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.trial import BudgetSpentError, Candidate, Hopeless, Outcome, Trial
@@ -30,8 +30,8 @@ _CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backe
 """Arguments with which vLLM computes otherwise."""
 _ONLY_WATCHES = ("expert_load",)
 """Passes of the plugin that compute nothing."""
-_STOPPING_S, _STOPPING_SHARE = 15.0, 0.05
-"""Chosen: what stopping the servers of a measurement takes at most, and of a budget."""
+_STOPPING_SHARE = 0.1
+"""Chosen: of a budget, at most, to stop servers before any have shown how long that takes."""
 
 Judge = Callable[[Plan, Path], tuple[tuple[str, ...], tuple[str, ...]]]
 """Takes a plan and a folder; returns the metrics that were not kept, and the passes at fault."""
@@ -119,9 +119,9 @@ class ServedMeasure:
 
         def measure() -> Outcome:
             first, second = (self._trial(each, request) for each in measure_sides(request, on_step=self._progress))
-            return Outcome(seconds=0.0, ours=first, theirs=second)
+            return Outcome(ours=first, theirs=second)
 
-        return self._timed(measure)
+        return self._within_budget(measure)
 
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
         """Measure one, and end it after a repetition that is hopeless."""
@@ -141,10 +141,10 @@ class ServedMeasure:
                 (side,) = measure_sides(request, on_step=watch)
             except _HopelessError:
                 scores = tuple(self._goal.score(each) for each in _repetitions(request))
-                return Outcome(seconds=0.0, ours=Trial(scores=scores), pruned=True)
-            return Outcome(seconds=0.0, ours=self._trial(side, request))
+                return Outcome(ours=Trial(scores=scores), pruned=True)
+            return Outcome(ours=self._trial(side, request))
 
-        return self._timed(measure)
+        return self._within_budget(measure)
 
     def judged(self, candidate: Candidate) -> Outcome:
         """Compare its answers with those of stock vLLM, as `quality` does."""
@@ -152,9 +152,9 @@ class ServedMeasure:
 
         def measure() -> Outcome:
             failed, blamed = self._judge(self.plan(candidate), folder)
-            return Outcome(seconds=0.0, failed_metrics=failed, blamed=blamed)
+            return Outcome(failed_metrics=failed, blamed=blamed)
 
-        return self._timed(measure)
+        return self._within_budget(measure)
 
     def _trial(self, side: MeasuredSide, request: BenchRequest) -> Trial:
         repetitions = [[side.rounds[load][each] for load in request.loads] for each in range(request.repetitions)]
@@ -163,16 +163,22 @@ class ServedMeasure:
     def _progress(self, share: float, text: str) -> None:
         self._on_step(self._journal.share, f"{text} ({share:.0%})")
 
-    def _timed(self, measure: Callable[[], Outcome]) -> Outcome:
+    def _within_budget(self, measure: Callable[[], Outcome]) -> Outcome:
         """Measure within what is left of the budget; a failure is a result."""
-        begin = time.monotonic()
-        stopping = min(_STOPPING_S, _STOPPING_SHARE * self._journal.budget_s)
         try:
-            with _deadline(self._journal.left_s - stopping):
-                outcome = measure()
+            with _deadline(self._journal.left_s - self._stopping_s()):
+                return measure()
         except MoeOptimizerError as error:
-            outcome = Outcome(seconds=0.0, failed=" ".join(str(error).split())[:300])
-        return dataclasses.replace(outcome, seconds=time.monotonic() - begin)
+            return Outcome(failed=" ".join(str(error).split())[:300])
+
+    def _stopping_s(self) -> float:
+        """Return what is kept of the budget to stop the servers of a measurement.
+
+        It is as much as those took that took longest so far; before any did, what two may take until they are killed.
+        """
+        seen = [read_start(path).stop_s for path in self._template.folder.glob(f"*/{start_path(Path(), '*')}")]
+        known = [each for each in seen if each is not None]
+        return max(known, default=min(2 * STOP_MARGIN_S, _STOPPING_SHARE * self._journal.budget_s))
 
 
 def planned(side: Side) -> Plan:

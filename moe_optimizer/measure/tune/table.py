@@ -22,8 +22,11 @@ def render(result: TuneResult) -> str:
     lines += textwrap.wrap(f"result: {result.plan}", _WIDTH, subsequent_indent="  ")
     if result.passes:
         lines += textwrap.wrap(f"on: {', '.join(result.passes)}", _WIDTH, subsequent_indent="  ")
-    by_step = {step: sum(each.seconds for each in result.entries if each.step == step) for step in get_args(Step)}
-    shares = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in by_step.items() if seconds)
+    by_step: dict[str, float] = dict.fromkeys(get_args(Step), 0.0)
+    for each in result.entries:
+        by_step[each.step] += each.seconds
+    by_step["else"] = result.spent_s - sum(by_step.values())
+    shares = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in by_step.items() if seconds >= 0.5)
     ended = f"{_ENDED[result.ended]}: {result.spent_s:.0f} of {result.budget_s:.0f} s"
     lines += textwrap.wrap(f"{ended} ({shares})" if shares else ended, _WIDTH, subsequent_indent="  ")
     lines += _goal(result)
@@ -51,7 +54,12 @@ def _line(entry: Entry) -> str:
 def _goal(result: TuneResult) -> Iterator[str]:
     if result.met:
         return
-    yield f"goal missed: {result.goal}"
+    if result.plan_file is None:
+        yield from textwrap.wrap(
+            "no plan is written: with a larger --budget, --resume --run-dir DIR goes on here", _WIDTH
+        )
+    else:
+        yield f"goal missed: {result.goal}"
     miss = result.nearest_miss
     if miss is not None:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in miss.figures.items())

@@ -58,8 +58,9 @@ class Trial:
 class Outcome:
     """What one measurement gave."""
 
-    seconds: float
-    """That it took, the start and the stop of the servers included."""
+    seconds: float = 0.0
+    """That it took, what came since the measurement before it and start and stop of the servers included; the journal
+    says it."""
     ours: Trial = Trial()
     theirs: Trial = Trial()
     """Empty for a candidate that was measured alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,35 @@ def test_a_second_run_in_the_folder_measures_nothing_again(served: list[Slowness
         raise AssertionError("measured again")
 
     served[0] = nobody
-    assert tune(tmp_path / "run")[1] | {"date": first["date"]} == first
+    second = tune(tmp_path / "run")[1]
+    # It has taken its time again.
+    assert second.pop("spent_s") > first.pop("spent_s")
+    assert second | {"date": first["date"]} == first
+
+
+def test_a_budget_in_which_nothing_was_compared_ends_with_4_and_no_plan_and_a_larger_one_goes_on(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.append(lambda plan: 1.0)
+    code, ledger = tune(tmp_path / "run", "--budget", "0.01s")
+    shown = capsys.readouterr().out
+    assert (code, ledger["met"], ledger["plan_file"]) == (ExitCode.GOAL_MISSED, False, None)
+    assert "run_optimizer" not in shown
+    assert "--resume" in shown
+    assert not (tmp_path / "run" / "plan.json").exists()
+    assert tune(tmp_path / "run", "--resume")[0] == ExitCode.OK
+    assert Plan.load(tmp_path / "run" / "plan.json")
+
+
+def test_the_time_before_the_search_is_of_the_budget(served: list[Slowness], tmp_path: Path) -> None:
+    served.append(lambda plan: 1.0)
+    begin = time.monotonic()
+    ledger = tune(tmp_path / "run")[1]
+    outside_s = time.monotonic() - begin - ledger["spent_s"]
+    before_s = float((tmp_path / "run" / "measured" / "before.seconds").read_text(encoding="utf-8"))
+    assert before_s > 0
+    assert ledger["spent_s"] > before_s + sum(each["seconds"] for each in ledger["entries"])
+    assert outside_s > 0
 
 
 def test_measurements_for_another_goal_are_not_taken(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -19,7 +20,7 @@ from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, Limits
 from moe_optimizer.measure.bench.samples import RoundSamples
-from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.side import RunningSide, Side, ask, read_start, start_path
 from moe_optimizer.measure.bench.table import render
 from moe_optimizer.measure.bench.trace import TraceRequest, read_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
@@ -104,6 +105,23 @@ def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchR
     assert {each.metric: each.verdict for each in result.verdicts}["tpot_ms"] == "faster"
 
 
+def test_how_long_the_servers_took_to_stop_is_kept(
+    sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    @contextlib.contextmanager
+    def slow_to_stop(side: Side, **how: Any) -> Iterator[RunningSide]:
+        assert side.url is not None
+        yield ask(side.url)
+        now[0] += 4.0
+
+    monkeypatch.setattr(run, "opened", slow_to_stop)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    bench(asked)
+    assert [read_start(start_path(asked.folder, f"server-{side}")).stop_s for side in range(2)] == [8.0, 8.0]
+
+
 def test_a_round_in_which_something_compiled_is_sent_again_to_both_sides(sender: Sender, asked: BenchRequest) -> None:
     # The third round of the second server, the first time.
     sender.compiles = lambda title: int(title == "theirs: 2 clients, 3")
@@ -117,7 +135,7 @@ def test_a_round_in_which_something_compiled_is_sent_again_to_both_sides(sender:
         # As many tokens as before, of other prompts: those are in the prefix cache.
         assert lengths[3] == lengths[2]
         assert not {each.hash_ids for each in sent[3]} & {each.hash_ids for each in sent[2]}
-    assert "1 rounds thrown away" in render(result)
+    assert "1 round thrown away" in render(result)
 
 
 def test_a_server_that_compiles_in_every_attempt_has_no_result(sender: Sender, asked: BenchRequest) -> None:

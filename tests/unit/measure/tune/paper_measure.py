@@ -37,6 +37,8 @@ class PaperMeasure:
     stop_after: int | None = None
     """Measurements before Ctrl-C."""
     asked: list[str] = field(default_factory=list)
+    now: float = 0.0
+    """What a clock would say."""
 
     def on(self, candidate: Candidate) -> set[str]:
         return set() if candidate.stock else set(self.passes) - candidate.off
@@ -61,24 +63,25 @@ class PaperMeasure:
     def paired(self, ours: Candidate, theirs: Candidate) -> Outcome:
         self._take("paired", f"{self.identity(ours)} {self.identity(theirs)}", self.seconds)
         if self.all_dead or (self.on(ours) | self.on(theirs)) & self.dead:
-            return Outcome(seconds=self.seconds, failed="the server has ended")
+            return Outcome(failed="the server has ended")
         first, second = self._scores(ours, "pair"), self._scores(theirs, "pair")
-        return Outcome(seconds=self.seconds, ours=Trial(scores=first), theirs=Trial(scores=second))
+        return Outcome(ours=Trial(scores=first), theirs=Trial(scores=second))
 
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
-        self._take("alone", self.identity(candidate), self.seconds / 2)
+        self._take("alone", self.identity(candidate), self.seconds / 8)
         if self.all_dead or self.on(candidate) & self.dead:
-            return Outcome(seconds=self.seconds / 2, failed="the server has ended")
+            return Outcome(failed="the server has ended")
         scores = self._scores(candidate, "alone")
         for count in range(1, len(scores)):
             if hopeless(scores[:count]):
-                return Outcome(seconds=self.seconds / 8, ours=Trial(scores=scores[:count]), pruned=True)
-        return Outcome(seconds=self.seconds / 2, ours=Trial(scores=scores))
+                return Outcome(ours=Trial(scores=scores[:count]), pruned=True)
+        self._pass(self.seconds / 2 - self.seconds / 8)
+        return Outcome(ours=Trial(scores=scores))
 
     def judged(self, candidate: Candidate) -> Outcome:
         self._take("judged", self.identity(candidate), self.seconds)
         blamed = tuple(sorted(self.on(candidate) & self.wrong))
-        return Outcome(seconds=self.seconds, failed_metrics=("kl_mean",) if blamed else (), blamed=blamed)
+        return Outcome(failed_metrics=("kl_mean",) if blamed else (), blamed=blamed)
 
     def _scores(self, candidate: Candidate, kind: str) -> tuple[float, ...]:
         drawn = random.Random(f"{kind} {self.identity(candidate)}")
@@ -88,5 +91,10 @@ class PaperMeasure:
         if self.stop_after is not None and len(self.asked) >= self.stop_after:
             raise KeyboardInterrupt
         self.asked.append(f"{kind} {what}")
-        if self.journal is not None and seconds > self.journal.left_s:
+        self._pass(seconds)
+
+    def _pass(self, seconds: float) -> None:
+        left_s = seconds if self.journal is None else self.journal.left_s
+        self.now += min(seconds, left_s)
+        if seconds > left_s:
             raise BudgetSpentError

@@ -9,11 +9,23 @@ from moe_optimizer.measure.tune.split import ABLATION, CONFIRMATION, SETTING, Pa
 from moe_optimizer.measure.tune.trial import Outcome
 
 
-def after(pairs: int, *, budget_s: float = 100.0) -> Journal:
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[-1])
+    return clock
+
+
+def after(pairs: int, now: list[float], *, budget_s: float = 100.0) -> Journal:
     """Return what is left after pairs of 10 s."""
     journal = Journal(None, budget_s=budget_s)
+
+    def pair() -> Outcome:
+        now.append(now[-1] + 10)
+        return Outcome()
+
     for number in range(pairs):
-        journal.measured("paired", (str(number),), lambda: Outcome(seconds=10.0))
+        journal.measured("paired", (str(number),), pair)
     return journal
 
 
@@ -21,16 +33,16 @@ def after(pairs: int, *, budget_s: float = 100.0) -> Journal:
     ("part", "judged", "most"),
     [(ABLATION, False, 8), (ABLATION, True, 7), (SETTING, False, 7), (SETTING, True, 6), (CONFIRMATION, False, 8)],
 )
-def test_a_step_leaves_time_for_what_must_follow_it(part: Part, judged: bool, most: int) -> None:
-    assert not part.why_not(after(most), judged=judged)
-    assert part.why_not(after(most + 1), judged=judged).startswith("no time left: it takes ")
+def test_a_step_leaves_time_for_what_must_follow_it(part: Part, judged: bool, most: int, now: list[float]) -> None:
+    assert not part.why_not(after(most, now), judged=judged)
+    assert part.why_not(after(most + 1, now), judged=judged).startswith("no time left: it takes ")
 
 
-def test_the_next_step_has_its_share() -> None:
-    assert not ABLATION.why_not(after(7), judged=False, next_waits=True)
-    assert ABLATION.why_not(after(8), judged=False, next_waits=True).startswith("75% of the budget is spent")
+def test_the_next_step_has_its_share(now: list[float]) -> None:
+    assert not ABLATION.why_not(after(7, now), judged=False, next_waits=True)
+    assert ABLATION.why_not(after(8, now), judged=False, next_waits=True).startswith("75% of the budget is spent")
 
 
-def test_the_first_measurement_of_all_is_tried_whatever_it_takes() -> None:
-    assert not SETTING.why_not(after(0), judged=True)
-    assert SETTING.why_not(after(0, budget_s=0.0), judged=True)
+def test_the_first_measurement_of_all_is_tried_whatever_it_takes(now: list[float]) -> None:
+    assert not SETTING.why_not(after(0, now), judged=True)
+    assert SETTING.why_not(after(0, now, budget_s=0.0), judged=True)

@@ -1,0 +1,69 @@
+"""How much of a budget a measurement may take."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.launcher.deployment import STOP_MARGIN_S
+from moe_optimizer.measure.bench.request import BenchRequest
+from moe_optimizer.measure.bench.result import Limits, MemoryUse
+from moe_optimizer.measure.bench.side import Side, StartFacts, start_path
+from moe_optimizer.measure.tune.goal import parse_goal
+from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.served import ServedMeasure
+from moe_optimizer.measure.tune.trial import Candidate
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from tests.builders.machines import cpu_machine
+from tests.builders.models import tiny_moe
+from tests.builders.plans import request
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each timer that was set."""
+    found: list[float] = []
+    monkeypatch.setattr(signal, "setitimer", lambda _which, seconds: found.append(seconds))
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    return found
+
+
+def judged(folder: Path, *, budget_s: float) -> None:
+    template = BenchRequest(
+        command=(), sides=(), workload_name="x", workload=None, repetitions=2, limits=Limits(),
+        folder=folder, tokenizer="x", trust_remote_code=False, ready_timeout_s=1,
+    )  # fmt: skip
+
+    def nobody(candidate: Candidate, number: int) -> Side:
+        return Side(name="paper", plan=make_plan(request(tiny_moe(), cpu_machine())))
+
+    def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), ()
+
+    measure = ServedMeasure(
+        side_of=nobody, template=template, goal=parse_goal("latency"), judge=judge,
+        journal=Journal(None, budget_s=budget_s), on_step=lambda share, text: None,
+    )  # fmt: skip
+    assert not measure.judged(Candidate()).failed
+
+
+@pytest.mark.parametrize(("budget_s", "kept_s"), [(1200.0, 2 * STOP_MARGIN_S), (100.0, 10.0)])
+def test_before_any_server_has_stopped_there_is_time_to_kill_two(
+    budget_s: float, kept_s: float, limits: list[float], tmp_path: Path
+) -> None:
+    judged(tmp_path, budget_s=budget_s)
+    assert limits[0] == budget_s - kept_s
+
+
+def test_servers_have_the_time_to_stop_that_the_slowest_took(limits: list[float], tmp_path: Path) -> None:
+    for number, stop_s in enumerate([3.0, 7.0, None]):
+        facts = StartFacts(ready_s=1.0, memory=MemoryUse(gpu_bytes=None, process_bytes=None), compilations=None)
+        path = start_path(tmp_path / f"paired-{number}", "server-0")
+        path.parent.mkdir()
+        path.write_text(dataclasses.replace(facts, stop_s=stop_s).to_json(), encoding="utf-8")
+    judged(tmp_path, budget_s=1200.0)
+    assert limits[0] == 1193.0
