@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 from moe_optimizer.cli import INTERRUPTED, messages
 from moe_optimizer.cli.command_signature import takes
@@ -32,9 +33,15 @@ def command(options: TuneOptions) -> messages.Output:
     from moe_optimizer.measure.tune.table import render
 
     check_optuna()
-    result = Tuning(options, ProgressLines(verbose=options.verbose)).result()
+    tuning = Tuning(options, ProgressLines(verbose=options.verbose))
+    result = tuning.result()
+    notes = ()
+    if result.ended != "done":
+        longer = " and a larger --budget" if result.ended == "budget" else ""
+        notes = (f"{result.ended}: --resume --run-dir {shlex.quote(str(tuning.folder))}{longer} goes on",)
     code: int = ExitCode.OK if result.met else ExitCode.GOAL_MISSED
-    return messages.Output(result=result, render=render, code=INTERRUPTED if result.ended == "interrupted" else code)
+    code = INTERRUPTED if result.ended == "interrupted" else code
+    return messages.Output(result=result, render=render, notes=notes, code=code)
 
 
 def _check_triton_alone(options: TuneOptions) -> None:

@@ -60,7 +60,7 @@ class Tuning:
         self._begin = time.monotonic()
         self._options, self._lines = options, lines
         self._goal = parse_goal(options.goal or _DEFAULT_GOAL)
-        self._folder = run_folder(options.run_dir, "tune", resume=options.resume)
+        self.folder = run_folder(options.run_dir, "tune", resume=options.resume)
         self._budget_s = options.budget or _DEFAULT_BUDGET_S
         self._template = self._traffic()
         if self._goal.limits.tpot_ms is not None and not self._template.has_token_times:
@@ -83,7 +83,7 @@ class Tuning:
             raise InputError(
                 "--tokens and --folder: are of the Triton kernel, which runs on GPUs", hint="leave them out"
             )
-        make_run_folder(self._folder)
+        make_run_folder(self.folder)
         if plan.num_gpus:
             self._tune_triton()
             plans = self._plans()
@@ -95,7 +95,7 @@ class Tuning:
         def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return self._judge(plan, plans.side(STOCK, 1), folder)
 
-        with progress_bar("tune", lines=self._lines, folder=self._folder) as show:
+        with progress_bar("tune", lines=self._lines, folder=self.folder) as show:
             measure = ServedMeasure(
                 side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
             )
@@ -104,23 +104,23 @@ class Tuning:
         if found.why_nothing and found.ended == "done":
             raise ServerFailedError(
                 f"tune: no server could be measured, not stock vLLM's either: {found.why_nothing}",
-                hint=f"{self._folder / _LEDGER_FILE} has what was tried",
+                hint=f"{self.folder / _LEDGER_FILE} has what was tried",
             )
         return result
 
     def _plans(self) -> CandidatePlans:
-        return CandidatePlans(self._options, self._lines, run_dir=self._folder, fits=self._template.check_fits)
+        return CandidatePlans(self._options, self._lines, run_dir=self.folder, fits=self._template.check_fits)
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
         digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
         identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
         before_s = time.monotonic() - self._begin
-        return Journal(self._folder / "measured", budget_s=self._budget_s, identity=identity, before_s=before_s)
+        return Journal(self.folder / "measured", budget_s=self._budget_s, identity=identity, before_s=before_s)
 
     def _tune_triton(self) -> None:
         """Tune vLLM's Triton kernel where it runs the experts, unless an earlier run in the folder did."""
-        path = self._folder / _TRITON_FILE
+        path = self.folder / _TRITON_FILE
         if path.exists():
             entry = decode(Entry, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
         else:
@@ -140,7 +140,7 @@ class Tuning:
     def _written(self, found: Found, plans: CandidatePlans, journal: Journal) -> TuneResult:
         """Write the ledger and the plan; no plan where nothing was compared, since somebody would take it for one."""
         plan = plans.plan(found.candidate)
-        path = self._folder / _PLAN_FILE
+        path = self.folder / _PLAN_FILE
         if found.compared:
             write_atomically(path, plan.to_json() + "\n")
         result = TuneResult(
@@ -161,7 +161,7 @@ class Tuning:
             command=("moe-optimizer", *sys.argv[1:]),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        write_atomically(self._folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
+        write_atomically(self.folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
         return result
 
     def _traffic(self) -> BenchRequest:
@@ -175,7 +175,7 @@ class Tuning:
             trace=trace,
             repetitions=options.repetitions or _DEFAULT_REPETITIONS,
             limits=self._goal.limits,
-            folder=self._folder / "measured",
+            folder=self.folder / "measured",
             tokenizer=options.model_name,
             trust_remote_code=options.trust_remote_code,
             ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,

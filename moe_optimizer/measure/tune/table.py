@@ -54,11 +54,7 @@ def _line(entry: Entry) -> str:
 def _goal(result: TuneResult) -> Iterator[str]:
     if result.met:
         return
-    if result.plan_file is None:
-        yield from textwrap.wrap(
-            "no plan is written: with a larger --budget, --resume --run-dir DIR goes on here", _WIDTH
-        )
-    else:
+    if result.plan_file is not None:
         yield f"goal missed: {result.goal}"
     miss = result.nearest_miss
     if miss is not None:

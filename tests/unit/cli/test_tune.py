@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import tuning
+from moe_optimizer.cli import INTERRUPTED, tuning
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher import launch
@@ -165,13 +165,27 @@ def test_a_budget_in_which_nothing_was_compared_ends_with_4_and_no_plan_and_a_la
 ) -> None:
     served.append(lambda plan: 1.0)
     code, ledger = tune(tmp_path / "run", "--budget", "0.01s")
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert (code, ledger["met"], ledger["plan_file"]) == (ExitCode.GOAL_MISSED, False, None)
     assert "run_optimizer" not in shown
-    assert "--resume" in shown
+    assert {"--resume", "--budget", str(tmp_path / "run")} <= set(said.splitlines()[-1].split())
     assert not (tmp_path / "run" / "plan.json").exists()
     assert tune(tmp_path / "run", "--resume")[0] == ExitCode.OK
     assert Plan.load(tmp_path / "run" / "plan.json")
+
+
+def test_an_interrupted_search_says_how_it_goes_on(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(plan: Plan) -> float:
+        raise KeyboardInterrupt
+
+    served.append(stop)
+    code, ledger = tune(tmp_path / "run")
+    assert (code, ledger["ended"], ledger["plan_file"]) == (INTERRUPTED, "interrupted", None)
+    said = set(capsys.readouterr().err.splitlines()[-1].split())
+    assert {"--resume", str(tmp_path / "run")} <= said
+    assert "--budget" not in said
 
 
 def test_the_time_before_the_search_is_of_the_budget(served: list[Slowness], tmp_path: Path) -> None:
