@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError, ServerFailedError, UnsupportedError
 from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.measure.process import OnStep, answer_request, run_measurement
 from moe_optimizer.measure.quality.intervals import estimate, mean
@@ -102,6 +102,7 @@ def answer_tasks(
     """Ask a server the questions of tasks, unless the file of its answers is there.
 
     Raises:
+        InputError: a task scores by something else than whether an answer is right.
         MeasurementError: the harness failed; its last lines are in the message.
     """
     if not tasks or path.exists():
@@ -145,6 +146,9 @@ def scores(
         samples: of each task.
         groups: each group of tasks with its parts, tasks or groups; the questions of a group are put together, or
             one of 57 small tasks would drop by chance.
+
+    Raises:
+        InputError: a task scores by something else than whether an answer is right.
     """
     parents = {part: group for group, parts in groups.items() for part in parts}
     found: dict[str, dict[str, float]] = {}
@@ -154,20 +158,26 @@ def scores(
             asked = parents[asked]
         for row in rows:
             metric = next((each for each in _METRICS if each in row), None)
-            if metric is not None:
-                kept = f" ({row['filter']})" if row.get("filter", "none") != "none" else ""
-                number = str(row["doc_id"]) if asked == task else f"{task}/{row['doc_id']}"
-                found.setdefault(f"{asked} {metric}{kept}", {})[number] = float(row[metric])
+            if metric is None:
+                scored = ", ".join(row.get("metrics", ())) or "nothing"
+                raise InputError(f"--tasks {task}: scores {scored}, expected one of {', '.join(_METRICS)}")
+            kept = f" ({row['filter']})" if row.get("filter", "none") != "none" else ""
+            number = str(row["doc_id"]) if asked == task else f"{task}/{row['doc_id']}"
+            found.setdefault(f"{asked} {metric}{kept}", {})[number] = float(row[metric])
     return found
 
 
 def compare_tasks(reference: TaskAnswers, plan: TaskAnswers) -> tuple[TaskResult, ...]:
-    """Compare two servers on the questions that both were asked."""
+    """Compare two servers on the questions that both were asked.
+
+    Raises:
+        ServerFailedError: there are none of a task.
+    """
     results = []
     for name, theirs in reference.items():
         shared = sorted(theirs.keys() & plan.get(name, {}).keys())
         if not shared:
-            continue
+            raise ServerFailedError(f"--tasks: {name}: the two servers have answered no question that is the same")
         task, _, metric = name.partition(" ")
         mine = np.array([plan[name][each] for each in shared])
         other = np.array([theirs[each] for each in shared])

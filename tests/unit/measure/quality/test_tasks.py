@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.measure.quality.tasks import check_tasks, compare_tasks, mcnemar, scores
 
 
@@ -43,6 +43,17 @@ def test_the_questions_of_a_group_are_put_together() -> None:
         "mmlu acc": {"mmlu_law/0": 1.0, "mmlu_logic/0": 1.0},
         "arc acc": {"0": 1.0},
     }
+
+
+def test_a_task_with_another_metric_is_refused_by_its_name() -> None:
+    samples = {"arc": [{"doc_id": 0, "acc": 1.0}], "wikitext": [{"doc_id": 0, "metrics": ["word_perplexity"]}]}
+    with pytest.raises(InputError, match=r"wikitext.*word_perplexity.*exact_match"):
+        scores(samples, {})
+
+
+def test_a_task_that_only_one_server_has_answered_is_no_result() -> None:
+    with pytest.raises(ServerFailedError, match="arc acc"):
+        compare_tasks({"arc acc": {"0": 1.0}}, {})
 
 
 @pytest.mark.parametrize(
