@@ -29,6 +29,10 @@ class Pace:
         self._began = self._since = time.monotonic()
         self._running = ""
 
+    def expect(self, kinds: Iterable[str]) -> None:
+        """Add parts that are to do."""
+        self._left.update(kinds)
+
     def begin(self, kind: str) -> float:
         """End the part that runs, begin one of this kind, and return the share of the run's time that is over."""
         self.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moe_optimizer.measure.bench.pace import Pace
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.quality.distributions import Distributions
 from moe_optimizer.measure.quality.divergence import Differences
@@ -26,7 +27,7 @@ from moe_optimizer.measure.quality.result import (
     QualityResult,
     first_difference,
 )
-from moe_optimizer.measure.quality.served import ServedSide, Texts, serve_side
+from moe_optimizer.measure.quality.served import ServedSide, Texts, known_probes, parts, serve_side
 from moe_optimizer.measure.quality.tasks import compare_tasks
 
 OnStep = Callable[[float, str], None]
@@ -59,15 +60,21 @@ class _Run:
         self._on_step = on_step
         self._sizes = step_sizes(request.judged_plan)
         self._most = most_sequences(request.judged_plan)
-        self._sides = 2 + (len(request.alone) if request.always_alone else 0)
-        self._served = 0
         self._thresholds = request.thresholds
+        self._pace = Pace(())
+        self._expected: list[str] = []
+        """Keys of sides that are to be served, as long as nobody knows what they are asked."""
 
     def result(self) -> QualityResult:
         """Measure and judge."""
         request = self._request
         layers: tuple[str, ...] = ()
-        if request.reference.name == EMBEDDED:
+        embedded = request.reference.name == EMBEDDED
+        self._expect("plan", *([] if embedded else ["reference"]))
+        if request.always_alone:
+            self._expect(*map(_key_alone, request.alone))
+        if embedded:
+            self._pace.expect([EMBEDDED])
             plan, asked = self._serve(request.plan, "plan")
             reference, layers = self._embedded(plan, asked)
         else:
@@ -111,17 +118,35 @@ class _Run:
             environment=request.environment,
         )
 
-    def _serve(self, side: Side, key: str) -> tuple[ServedSide, tuple[Probe, ...]]:
-        def step(share: float, text: str) -> None:
-            self._on_step(min(1.0, (self._served + share) / self._sides), text)
+    def _expect(self, *keys: str) -> None:
+        """Add sides to what is to do."""
+        asked = known_probes(self._request, sizes=self._sizes, max_num_seqs=self._most)
+        if asked is None:
+            self._expected += keys
+            self._pace.expect([Pace.START] * len(keys))
+            return
+        for key in keys:
+            self._pace.expect(parts(self._request, key, asked))
 
-        found = serve_side(self._request, side, key, sizes=self._sizes, max_num_seqs=self._most, on_step=step)
-        self._served += 1
+    def _expect_probes(self, asked: tuple[Probe, ...]) -> None:
+        for key in self._expected:
+            self._pace.expect(each for each in parts(self._request, key, asked) if each != Pace.START)
+
+    def _begin(self, kind: str, text: str) -> None:
+        self._on_step(self._pace.begin(kind), text)
+
+    def _serve(self, side: Side, key: str) -> tuple[ServedSide, tuple[Probe, ...]]:
+        found = serve_side(
+            self._request, side, key, sizes=self._sizes, max_num_seqs=self._most, begin=self._begin,
+            on_probes=self._expect_probes,
+        )  # fmt: skip
+        self._pace.end()
         return found
 
     def _embedded(self, plan: ServedSide, asked: tuple[Probe, ...]) -> tuple[ServedSide, tuple[str, ...]]:
         folder = self._request.folder / "reference"
         folder.mkdir(exist_ok=True, mode=0o700)
+        share = self._pace.begin(EMBEDDED)
         layers = compute_reference(
             self._request.model,
             asked,
@@ -129,18 +154,20 @@ class _Run:
             answers=plan.run_dir.parent,
             reference=folder,
             log=folder / "engine.log",
-            on_step=lambda share, text: self._on_step((1 + share) / self._sides, text),
+            on_step=lambda done, text: self._on_step(share + (1 - share) * done, text),
         )
+        self._pace.end()
         answers = {probe.key: Distributions.read(folder / f"{probe.key}.npz") for probe in asked}
         return ServedSide(name=EMBEDDED, answers=answers, texts=None, tasks={}, run_dir=folder), layers
 
     def _alone(
         self, asked: Sequence[Probe], reference: ServedSide
     ) -> tuple[list[PassResult], list[tuple[str, list[Failure]]]]:
-        self._sides = self._served + len(self._request.alone)
+        if not self._request.always_alone:
+            self._expect(*map(_key_alone, self._request.alone))
         results, failed = [], []
         for name, alone in self._request.alone.items():
-            side, _ = self._serve(alone.side, f"alone-{name}")
+            side, _ = self._serve(alone.side, _key_alone(name))
             found = _found(asked, reference, side)
             result = PassResult(**metrics(found), pass_name=name, with_passes=alone.with_passes, value=alone.value)
             results.append(result)
@@ -156,6 +183,10 @@ class _Run:
             if not any(other in alone.with_passes for other, earlier in failed if earlier):
                 failed.append((name, failures))
         return results, failed
+
+
+def _key_alone(pass_name: str) -> str:
+    return f"alone-{pass_name}"
 
 
 def _found(asked: Sequence[Probe], reference: ServedSide, plan: ServedSide) -> Found:

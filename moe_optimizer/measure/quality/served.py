@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.bench.pace import Pace
 from moe_optimizer.measure.bench.side import Side, opened
 from moe_optimizer.measure.quality.collect import Asked, answered
 from moe_optimizer.measure.quality.distributions import Distributions
@@ -18,12 +18,12 @@ from moe_optimizer.measure.quality.probes import Probe, probes
 from moe_optimizer.measure.quality.request import QualityRequest, telling
 from moe_optimizer.measure.quality.tasks import TaskAnswers, answer_tasks, read_tasks, tasks_path
 
-OnStep = Callable[[float, str], None]
+Begin = Callable[[str, str], None]
+"""Takes the kind of the part that begins, as `Pace` has it, and what it is in words."""
 
 _TOKENS_FILE = "tokens.json"
 _MAX_BYTES = 1 << 30
-_START_SHARE = 0.5
-"""Chosen: of a side's time, for progress alone."""
+_PROMPTS, _TASKS = "prompts", "tasks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,29 @@ class ServedSide:
     run_dir: Path
 
 
+def known_probes(request: QualityRequest, *, sizes: tuple[int, ...], max_num_seqs: int) -> tuple[Probe, ...] | None:
+    """Return what is asked; None before any server has given the tokens of the texts."""
+    return _probes(request, sizes, max_num_seqs, None)
+
+
+def parts(request: QualityRequest, key: str, asked: tuple[Probe, ...]) -> list[str]:
+    """Return what is to do yet of a side, as `Pace` has it; nothing where all is answered."""
+    folder = request.folder / key
+    found = [str(probe) for probe in asked if not (folder / f"{probe.key}.npz").exists()]
+    found += [_PROMPTS] if request.prompts and not _texts_path(folder).exists() else []
+    found += [_TASKS] if request.tasks and not tasks_path(folder).exists() else []
+    return [Pace.START, *found] if found else []
+
+
 def serve_side(
-    request: QualityRequest, side: Side, key: str, *, sizes: tuple[int, ...], max_num_seqs: int, on_step: OnStep
+    request: QualityRequest,
+    side: Side,
+    key: str,
+    *,
+    sizes: tuple[int, ...],
+    max_num_seqs: int,
+    begin: Begin,
+    on_probes: Callable[[tuple[Probe, ...]], None],
 ) -> tuple[ServedSide, tuple[Probe, ...]]:
     """Start a side's server, unless everything was answered before, and ask it all probes.
 
@@ -59,7 +80,8 @@ def serve_side(
         key: names its files.
         sizes: tokens in one step that matter.
         max_num_seqs: sequences to decode at once.
-        on_step: takes the share that is done and what comes next.
+        begin: takes what is done next.
+        on_probes: takes what is asked, once a server has given the tokens.
 
     Raises:
         MoeOptimizerError: as `opened` and `Asked`.
@@ -67,28 +89,32 @@ def serve_side(
     folder = request.folder / key
     folder.mkdir(exist_ok=True, mode=0o700)
     asked = _probes(request, sizes, max_num_seqs, None)
-    if asked is None or not _is_complete(request, folder, asked):
-        on_step(0.0, f"starting {side.name}")
-        begin = time.monotonic()
+    if asked is None or parts(request, key, asked):
+        begin(Pace.START, f"starting {side.name}")
         with opened(
             telling(side, request.top_logprobs), run_dir=folder / "run", ready_timeout_s=request.ready_timeout_s
         ) as server:
-            on_step(_START_SHARE, f"{side.name} answers after {time.monotonic() - begin:.0f} s")
             client = Asked(
                 base_url=server.base_url, model=server.model, top_logprobs=request.top_logprobs, name=side.name
             )
             limit = (server.max_model_len, client)
-            asked = asked or _probes(request, sizes, max_num_seqs, limit)
-            assert asked is not None, "a running server gives the tokens"
+            if asked is None:
+                asked = _probes(request, sizes, max_num_seqs, limit)
+                assert asked is not None, "a running server gives the tokens"
+                on_probes(asked)
             _check_length(asked, server.max_model_len, side.name)
-            for number, probe in enumerate(asked):
-                on_step(_START_SHARE + (1 - _START_SHARE) * number / (len(asked) + 1), f"{side.name}: {probe}")
+            todo = parts(request, key, asked)
+            for probe in asked:
+                if str(probe) in todo:
+                    begin(str(probe), f"{side.name}: {probe}")
                 answered(folder / f"{probe.key}.npz", client, probe)
-            _keep_texts(request, folder, client)
+            if _PROMPTS in todo:
+                begin(_PROMPTS, f"{side.name}: the prompts")
+                _keep_texts(request, folder, client)
             answer_tasks(
                 request.tasks, request.task_limit, base_url=server.base_url, model=server.model,
                 tokenizer=request.model, path=tasks_path(folder), log=folder / "tasks.log",
-                on_step=lambda share, text: on_step(1 - 0.1 * (1 - share), f"{side.name}: {text}"),
+                on_step=lambda _share, text: begin(_TASKS, f"{side.name}: {text}"),
             )  # fmt: skip
             server.check_alive(side.name)
     answers = {probe.key: Distributions.read(folder / f"{probe.key}.npz") for probe in asked}
@@ -142,22 +168,14 @@ def _check_length(asked: tuple[Probe, ...], max_model_len: int, name: str) -> No
         )
 
 
-def _is_complete(request: QualityRequest, folder: Path, asked: tuple[Probe, ...]) -> bool:
-    files = [folder / f"{probe.key}.npz" for probe in asked]
-    files += [_texts_path(folder)] if request.prompts else []
-    files += [tasks_path(folder)] if request.tasks else []
-    return all(path.exists() for path in files)
-
-
 def _texts_path(folder: Path) -> Path:
     return folder / "continuations.json"
 
 
 def _keep_texts(request: QualityRequest, folder: Path, client: Asked) -> None:
-    if request.prompts and not _texts_path(folder).exists():
-        each = [client.texts((prompt,), max_tokens=request.prompt_tokens)[0] for prompt in request.prompts]
-        together = client.texts(request.prompts, max_tokens=request.prompt_tokens) if len(each) > 1 else each
-        write_atomically(_texts_path(folder), json.dumps({"alone": each, "in_batch": together}))
+    each = [client.texts((prompt,), max_tokens=request.prompt_tokens)[0] for prompt in request.prompts]
+    together = client.texts(request.prompts, max_tokens=request.prompt_tokens) if len(each) > 1 else each
+    write_atomically(_texts_path(folder), json.dumps({"alone": each, "in_batch": together}))
 
 
 def _texts(request: QualityRequest, folder: Path) -> Texts | None:

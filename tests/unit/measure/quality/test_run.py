@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.measure.bench.side import Side
-from moe_optimizer.measure.quality.probes import Extent
+from moe_optimizer.measure.bench.side import RunningSide, Side, ask
+from moe_optimizer.measure.quality import served
+from moe_optimizer.measure.quality.collect import Asked, answered
+from moe_optimizer.measure.quality.distributions import Distributions
+from moe_optimizer.measure.quality.probes import Extent, Probe
 from moe_optimizer.measure.quality.request import Alone, QualityRequest
 from moe_optimizer.measure.quality.result import Continuations, QualityResult
 from moe_optimizer.measure.quality.run import run_quality
@@ -141,6 +145,34 @@ def test_the_pass_that_fails_alone_is_named_and_the_other_is_not(pair: Pair) -> 
     assert {each.pass_name for each in found.failed} == {"fp8"}
     assert [each.pass_name for each in found.passes_alone] == ["scheduler", "fp8"]
     assert max(map(len, render(found).splitlines())) <= 80
+
+
+def test_the_share_that_is_over_is_by_what_starts_and_probes_took(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start takes 100 s, a probe 2 s."""
+    now, seen = [0.0], []
+
+    @contextlib.contextmanager
+    def opened(side: Side, **how: Any) -> Iterator[RunningSide]:
+        now[0] += 100.0
+        assert side.url is not None
+        yield ask(side.url)
+
+    def answer(path: Path, asked: Asked, probe: Probe) -> Distributions:
+        now[0] += 2.0
+        return answered(path, asked, probe)
+
+    monkeypatch.setattr(served, "opened", opened)
+    monkeypatch.setattr(served, "answered", answer)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    run_quality(pair.request, on_step=lambda share, text: seen.append((share, now[0])))
+    # Before a probe is over, nothing is known of the others.
+    assert [share < 0.02 for share, _ in seen[:2]] == [True, True]
+    assert [share for share, _ in seen[2:]] == [pytest.approx(at / now[0]) for _, at in seen[2:]]
+    # What an earlier run answered takes no time of this one.
+    next((pair.request.folder / "plan").glob("*.npz")).unlink()
+    shares: list[float] = []
+    run_quality(pair.request, on_step=lambda share, text: shares.append(share))
+    assert len(shares) == 2
 
 
 def test_passes_are_not_measured_alone_where_nothing_fails(pair: Pair) -> None:
