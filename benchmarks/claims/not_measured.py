@@ -69,6 +69,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "interval of 95 %": _SETTING,
         "Each verdict has 95 % confidence": _SETTING,
         "makes few rounds in 20 minutes": _SETTING,
+        "before any 40 s": _SETTING,
     },
     "docs/usage.md": {
         "or after 120 s": _SETTING,

@@ -36,6 +36,7 @@ class CandidatePlans:
         options: the command line.
         lines: takes what is done before anything can be planned.
         run_dir, fits: as of `sides_of`.
+        calibrate: whether to measure kernels, where no table of their speeds fits.
 
     Raises:
         InputError: the environment switches everything off.
@@ -43,7 +44,13 @@ class CandidatePlans:
     """
 
     def __init__(
-        self, options: TuneOptions, lines: ProgressLines, *, run_dir: Path, fits: Callable[[str, int], None]
+        self,
+        options: TuneOptions,
+        lines: ProgressLines,
+        *,
+        run_dir: Path,
+        fits: Callable[[str, int], None],
+        calibrate: bool,
     ) -> None:
         self._checked: set[frozenset[str]] = set()
         self._settings, request = planning.read_request(options)
@@ -58,7 +65,8 @@ class CandidatePlans:
         check_can_serve_here(unmeasured, self._settings)
         for side in (Side(name="the plan", plan=unmeasured), self.side(STOCK_CANDIDATE, 1)):
             check_side(side, run_dir=run_dir, fits=fits)
-        measure_if_needed(unmeasured, self._settings["calibrate"], lines)
+        if calibrate:
+            measure_if_needed(unmeasured, self._settings["calibrate"], lines)
         self._request = planning.after_measuring(request)
 
     def plan(self, candidate: Candidate, number: int = 0) -> Plan:

@@ -23,7 +23,7 @@ from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.bench.texts import NO_DRAFTS
-from moe_optimizer.measure.claimed_folder import make_run_folder
+from moe_optimizer.measure.claimed_folder import is_claimed, make_run_folder
 from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
@@ -44,6 +44,8 @@ _DEFAULT_REPETITIONS = 4
 _TRITON_FILE = "triton.json"
 _PLAN_FILE = "plan.json"
 _LEDGER_FILE = "ledger.json"
+_MEASURED = "measured"
+"""The folder of the measurements."""
 _QUALITY_TOKENS = 2048
 """Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
 _JUDGED_BY_TEXT = ("speculation",)
@@ -109,14 +111,18 @@ class Tuning:
         return result
 
     def _plans(self) -> CandidatePlans:
-        return CandidatePlans(self._options, self._lines, run_dir=self.folder, fits=self._template.check_fits)
+        # A run that goes on has the plans of the one that was stopped: what is measured now would change them.
+        calibrate = not is_claimed(self.folder / _MEASURED, command="tune")
+        return CandidatePlans(
+            self._options, self._lines, run_dir=self.folder, fits=self._template.check_fits, calibrate=calibrate
+        )
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
-        digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
-        identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
+        served = [plans.side(each, 0).served for each in (Candidate(), STOCK)]
+        identity = [self._goal.text, served, workload, template.repetitions, question.seed, dict(question.settings)]
         before_s = time.monotonic() - self._begin
-        return Journal(self.folder / "measured", budget_s=self._budget_s, identity=identity, before_s=before_s)
+        return Journal(self.folder / _MEASURED, budget_s=self._budget_s, identity=identity, before_s=before_s)
 
     def _tune_triton(self) -> None:
         """Tune vLLM's Triton kernel where it runs the experts, unless an earlier run in the folder did."""
@@ -175,7 +181,7 @@ class Tuning:
             trace=trace,
             repetitions=options.repetitions or _DEFAULT_REPETITIONS,
             limits=self._goal.limits,
-            folder=self.folder / "measured",
+            folder=self.folder / _MEASURED,
             tokenizer=options.model_name,
             trust_remote_code=options.trust_remote_code,
             ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,

@@ -25,6 +25,11 @@ def make_run_folder(folder: Path) -> None:
         raise InputError(f"--run-dir: got a file ({folder}), expected a folder", hint="name another folder") from None
 
 
+def is_claimed(folder: Path, *, command: str) -> bool:
+    """Return whether a command has asked its question in a folder."""
+    return _mark(folder, command).exists()
+
+
 def claim_folder(folder: Path, question: Any, *, command: str) -> None:
     """Create the folder, or take one in which the same question was asked.
 
@@ -38,7 +43,7 @@ def claim_folder(folder: Path, question: Any, *, command: str) -> None:
     """
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
     make_run_folder(folder)
-    mark = folder / f"{command}.digest"
+    mark = _mark(folder, command)
     if not mark.exists():
         write_atomically(mark, digest + "\n")
     elif read_text(mark, max_bytes=_DIGEST_BYTES).strip() != digest:
@@ -46,3 +51,7 @@ def claim_folder(folder: Path, question: Any, *, command: str) -> None:
             f"--run-dir: {folder} has what {command} measured of other plans or requests",
             hint="name another folder, or remove this one",
         )
+
+
+def _mark(folder: Path, command: str) -> Path:
+    return folder / f"{command}.digest"

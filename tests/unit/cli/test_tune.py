@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import INTERRUPTED, tuning
+from moe_optimizer.cli import INTERRUPTED, candidate_plans, tuning
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher import launch
@@ -267,6 +267,19 @@ def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
     assert judged
     assert "flash_dmoe" not in ledger["passes"]
     assert "at fault: flash_dmoe" in next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
+
+
+def test_a_run_whose_plan_was_judged_meanwhile_goes_on_and_measures_no_kernels_again(
+    served: list[Slowness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(tuning, "run_quality", lambda request, **_: quality_result())
+    monkeypatch.setattr(candidate_plans, "measure_if_needed", lambda plan, *_: measured.append(plan.model.name))
+    served.append(lambda plan: 0.5 if is_on(plan, "flash_dmoe") else 1.0)
+    code, first = tune(tmp_path / "run", "--enable-flash-dmoe")
+    assert (code, first["passes"], len(measured)) == (ExitCode.OK, ["flash_dmoe"], 1)
+    code, second = tune(tmp_path / "run", "--enable-flash-dmoe", "--resume")
+    assert (code, second["entries"], len(measured)) == (ExitCode.OK, first["entries"], 1)
 
 
 @pytest.mark.parametrize("workload", ["chat", "text"])
