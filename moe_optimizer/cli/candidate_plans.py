@@ -60,7 +60,10 @@ class CandidatePlans:
             raise InputError(f"--engine: got {request.engine}, expected vllm: tune measures what vLLM serves")
         plain = dataclasses.replace(options, switches={}, require=[], strict=False)
         with changed_environment({env.DISABLE: "1"}):
-            self._stock_settings, self._stock_request = planning.read_request(plain)
+            self._stock_settings, stock = planning.read_request(plain)
+        # A plan that is written is read later, where this variable is not set.
+        wishes = {key: (wish, _ORIGIN if wish is Wish.OFF else origin) for key, (wish, origin) in stock.wishes.items()}
+        self._stock_request = dataclasses.replace(stock, wishes=wishes)
         unmeasured = planning.decide_before_measuring(request)
         check_can_serve_here(unmeasured, self._settings)
         for side in (Side(name="the plan", plan=unmeasured), self.side(STOCK_CANDIDATE, 1)):

@@ -132,6 +132,16 @@ def test_a_setting_that_wins_is_in_the_plan(served: list[Slowness], tmp_path: Pa
     assert Plan.load(tmp_path / "run" / "plan.json").serve_args.value("--max-num-batched-tokens") == "4096"
 
 
+def test_a_plan_that_is_stock_vllm_says_that_the_tuning_has_switched_passes_off(
+    served: list[Slowness], tmp_path: Path
+) -> None:
+    served.append(lambda plan: 1.0)
+    tune(tmp_path / "run")
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.decision("expert_load").reason == "switched off by tune"
+    assert plan.serve_args == plan.plain_args
+
+
 def test_a_pipe_is_told_what_is_started_before_it_is_measured(
     served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
