@@ -74,7 +74,13 @@ class ProgressLines:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, *, lines: ProgressLines | None = None, folder: Path | None = None) -> Iterator[OnStep]:
+def progress_bar(
+    title: str,
+    *,
+    lines: ProgressLines | None = None,
+    folder: Path | None = None,
+    share: Callable[[], float] | None = None,
+) -> Iterator[OnStep]:
     """Show on stderr how far the block is: a bar where it is a terminal that takes colours, else a line for each step.
 
     SIGTERM and SIGHUP end the block as Ctrl-C does; the last line says that it was interrupted.
@@ -84,6 +90,7 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None, folder: Path
         lines: takes the lines; they are released once something was done, since what ends the command then is no
             refusal. None: without a terminal nothing is shown.
         folder: from which an interrupted run goes on; None: it does not.
+        share: returns what is done now, for a bar that moves between two steps; None: it waits for the next.
 
     Yields:
         What takes the share that is done, and what was done last.
@@ -100,9 +107,16 @@ def progress_bar(title: str, *, lines: ProgressLines | None = None, folder: Path
             yield _with_time_left(line)
             return
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
+        from rich.progress_bar import ProgressBar
 
-        columns = (TextColumn(title), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+        class Bar(BarColumn):
+            def render(self, task: Task) -> ProgressBar:
+                if share is not None:
+                    task.completed = share()
+                return super().render(task)
+
+        columns = (TextColumn(title), Bar(20), TimeElapsedColumn(), TextColumn("{task.description}"))
         try:
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task("starting", total=1.0)

@@ -97,7 +97,7 @@ class Tuning:
         def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return self._judge(plan, plans.side(STOCK, 1), folder)
 
-        with progress_bar("tune", lines=self._lines, folder=self.folder) as show:
+        with progress_bar("tune", lines=self._lines, folder=self.folder, share=lambda: journal.share) as show:
             measure = ServedMeasure(
                 side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
             )

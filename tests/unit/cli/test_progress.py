@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from tests.eventually import eventually
 
 
 def test_lines_and_warnings_are_held_in_order_until_they_are_released(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +63,24 @@ def test_a_terminal_that_closes_under_a_bar_ends_as_its_signal_does(monkeypatch:
         measured()
     assert end.value.code == 129
     assert len(shown) > 1
+
+
+def test_a_bar_by_time_moves_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", lambda text: shown.append(text) or len(text))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    over = [0.0]
+    with progress_bar("tune", share=lambda: over[0]) as step:
+        step(0.0, "starting")
+        eventually(lambda: any("starting" in each for each in shown), "no bar")
+        before = next(each for each in reversed(shown) if "starting" in each).count("━")
+        over[0] = 0.5
+        shown.clear()
+        # A bar that has begun has a half block at its end.
+        eventually(lambda: any("╸" in each or "╺" in each for each in shown), "it stands still")
+    assert before > 0
 
 
 def test_a_live_line_is_cut_at_the_terminals_edge_and_written_over(
