@@ -103,9 +103,8 @@ class CandidatePlans:
         off = candidate.off & frozenset(PASS_NAMES) - {_STAYS}
         wishes = {key: wish for key, wish in self._request.wishes.items() if key.partition(".")[0] not in off}
         arguments = self._request.vllm_args.overridden_by(ServeArguments(*_words(candidate)))
-        return dataclasses.replace(
-            self._request, wishes=wishes | dict.fromkeys(off, (Wish.OFF, _ORIGIN)), vllm_args=arguments
-        )
+        wishes |= dict.fromkeys(off, (Wish.OFF, _ORIGIN)) | dict.fromkeys(candidate.on, (Wish.ON, _ORIGIN))
+        return dataclasses.replace(self._request, wishes=wishes, vllm_args=arguments)
 
 
 def _words(candidate: Candidate) -> list[str]:

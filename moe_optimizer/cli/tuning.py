@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.split import TRITON_SHARE
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
+from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
 
@@ -50,6 +53,8 @@ _QUALITY_TOKENS = 2048
 """Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
 _JUDGED_BY_TEXT = ("speculation",)
 """Passes whose gain hangs on what a model says."""
+_BY_SETTINGS = ("kv_cache",)
+"""Passes whose values are tried as settings of vLLM."""
 _CLIENTS_OF_A_CORE = 2
 """Chosen."""
 _MAX_BYTES = 1 << 16
@@ -90,7 +95,7 @@ class Tuning:
             self._tune_triton()
             plans = self._plans()
             plan = plans.plan(Candidate())
-        template, question = self._sent_to(plan), self._question(plan)
+        template, question = self._sent_to(plan), self._question(plan, plans)
         journal = self._journal(plans, template, question)
         self._lines.release()
 
@@ -204,10 +209,11 @@ class Tuning:
         load = {"clients": (clients,), "rates": ()}
         return dataclasses.replace(self._template, workload=workload.model_copy(update=load))
 
-    def _question(self, plan: Plan) -> Question:
+    def _question(self, plan: Plan, plans: CandidatePlans) -> Question:
+        with_text = self._template.texts is not None
         return Question(
             goal=self._goal,
-            passes=planned_passes(plan, with_text=self._template.texts is not None),
+            passes=(*planned_passes(plan, with_text=with_text), *_offered(plan, plans, with_text=with_text)),
             settings=settings_of(plan, self._options.vllm_args.values),
             seed=self._options.seed,
         )
@@ -248,3 +254,22 @@ def planned_passes(plan: Plan, *, with_text: bool) -> tuple[PlannedPass, ...]:
         for name, decision in on.items()
         if not decision.required
     )
+
+
+def _offered(plan: Plan, plans: CandidatePlans, *, with_text: bool) -> Iterator[PlannedPass]:
+    """Yield the passes that the planner left off by itself, though they can be on here; what somebody switched off is.
+
+    Args:
+        plan: that leaves them off.
+        plans: makes the plan with each.
+        with_text: whether the requests are text.
+    """
+    for each in plan.decisions:
+        if each.status is not Status.OFF or each.wish is not Wish.AUTO:
+            continue
+        if each.pass_name in _BY_SETTINGS or (each.pass_name in _JUDGED_BY_TEXT and not with_text):
+            continue
+        with contextlib.suppress(MoeOptimizerError):
+            decision = plans.plan(Candidate(on=frozenset({each.pass_name}))).decision(each.pass_name)
+            if decision.is_optimization and decision.applier is not Applier.SERVERS:
+                yield PlannedPass(name=each.pass_name, is_on=False, expected=expected_gain(decision))

@@ -29,9 +29,10 @@ OnStep = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPass:
-    """A pass that is on in the plan, and can be switched off."""
+    """A pass that is on in the plan and can be switched off, or off and can be switched on."""
 
     name: str
+    is_on: bool = True
     with_passes: tuple[str, ...] = ()
     """Passes that cannot run without it: they are off with it."""
     expected: ExpectedGain | None = None
@@ -94,6 +95,11 @@ class _Search:
         self._counted: set[tuple[str, ...]] = set()
         """Measurements whose time a line of the ledger has."""
 
+        offered = [_BEST.adding([each.name]) for each in question.passes if not each.is_on]
+        self._may_change_answers = any(
+            measure.changes_answers(each) for each in (_BEST, *offered) if not measure.why_not(each)
+        )
+
     def run(self) -> Found:
         """Take all steps; each can be the last."""
         ended: Ended = "done"
@@ -127,7 +133,8 @@ class _Search:
     def _search(self) -> None:
         if self._identity(_BEST) == self._identity(STOCK):
             self._note("plan", "the plan", kept=False, reason="changes nothing: it is stock vLLM")
-            chosen = STOCK
+            winners = self._winners()
+            chosen = _BEST.adding(winners) if winners else STOCK
         else:
             chosen = self._ablated()
         chosen = self._with_settings(chosen)
@@ -144,11 +151,10 @@ class _Search:
     def _note_untried(self, ended: Ended) -> None:
         """Name the passes and values of settings that no measurement had time for."""
         reason = f"not tried: {self._why_untried or ('interrupted' if ended == 'interrupted' else 'no time left')}"
-        if self._identity(_BEST) != self._identity(STOCK):
-            named = {each.what for each in self._entries if each.step == "ablation"}
-            for each in self._question.passes:
-                if each.name not in named:
-                    self._note("ablation", each.name, kept=not self._safe.stock, reason=reason)
+        named = {each.what for each in self._entries if each.step == "ablation"}
+        for each in self._question.passes:
+            if each.name not in named and (self._identity(_BEST) != self._identity(STOCK) or not each.is_on):
+                self._note("ablation", each.name, kept=each.is_on and not self._safe.stock, reason=reason)
         for flag, values in self._question.settings.items():
             if left := [value for value in values if value in self._untried[flag]]:
                 what = ", ".join((words(flag, left[0]), *left[1:]))
@@ -157,7 +163,7 @@ class _Search:
     # Passes
 
     def _ablated(self) -> Candidate:
-        """Return the plan without the passes that do not win."""
+        """Return the plan without the passes that do not win, and with those that do though it leaves them off."""
         outcome, whole = self._pair(_BEST, STOCK)
         self._compare("plan", "the plan", STOCK, outcome, whole, kept=whole.is_win)
         if whole.word is None:
@@ -169,12 +175,19 @@ class _Search:
             self._settle_if_right(_BEST)
         losers: list[str] = []
         for each in self._question.passes:
-            if not self._wins(each, whole_won=whole.is_win):
+            if each.is_on and not self._wins(each, whole_won=whole.is_win):
                 losers += [each.name, *each.with_passes]
-        return _BEST.without(losers)
+        return _BEST.without(losers).adding(self._winners())
+
+    def _winners(self) -> list[str]:
+        """Return the passes that the plan leaves off and that win when they are on."""
+        return [each.name for each in self._question.passes if not each.is_on and self._wins(each, whole_won=False)]
 
     def _wins(self, planned: PlannedPass, *, whole_won: bool) -> bool:
-        without = _BEST.without([planned.name, *planned.with_passes])
+        """Compare the plan with the pass and without it."""
+        word = "without" if planned.is_on else "with"
+        changed = _BEST.without([planned.name, *planned.with_passes]) if planned.is_on else _BEST.adding([planned.name])
+        ours, theirs = (_BEST, changed) if planned.is_on else (changed, _BEST)
         facts: dict[str, Any] = {}
         if (expected := planned.expected) is not None:
             facts = {
@@ -183,24 +196,25 @@ class _Search:
                 "no_prediction": expected.why_none,
             }
         if planned.why_unjudged:
-            self._note("ablation", planned.name, kept=True, reason=planned.why_unjudged, **facts)
-            return True
-        if why := self._measure.why_not(without):
-            self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
-            return True
-        if self._identity(without) == self._identity(_BEST):
-            self._note("ablation", planned.name, kept=True, reason="changes nothing here", **facts)
-            return True
+            self._note("ablation", planned.name, kept=planned.is_on, reason=planned.why_unjudged, **facts)
+            return planned.is_on
+        if why := self._measure.why_not(changed):
+            reason = f"there is no plan {word} it: {why}"
+            self._note("ablation", planned.name, kept=planned.is_on, reason=reason, **facts)
+            return planned.is_on
+        if self._identity(changed) == self._identity(_BEST):
+            self._note("ablation", planned.name, kept=planned.is_on, reason="changes nothing here", **facts)
+            return planned.is_on
         if why := self._why_no_time(ABLATION, next_waits=bool(self._question.settings)):
             shown = "is faster than stock vLLM" if whole_won else "showed no gain"
-            reason = f"not measured alone; the plan with it {shown}; {why}"
+            reason = f"not measured alone; the plan with it {shown}; {why}" if planned.is_on else f"not tried: {why}"
             self._note("ablation", planned.name, kept=whole_won, reason=reason, **facts)
             return whole_won
-        outcome, found = self._pair(_BEST, without)
+        outcome, found = self._pair(ours, theirs)
         if found.word is None:
-            self._compare("ablation", planned.name, without, outcome, found, kept=whole_won, **facts)
+            self._compare("ablation", planned.name, theirs, outcome, found, kept=whole_won, **facts)
             return whole_won
-        self._compare("ablation", planned.name, without, outcome, found, kept=found.is_win, **facts)
+        self._compare("ablation", planned.name, theirs, outcome, found, kept=found.is_win, **facts)
         return found.is_win
 
     # Settings
@@ -341,7 +355,7 @@ class _Search:
         return self._measure.identity(candidate)
 
     def _why_no_time(self, part: Part, *, next_waits: bool = False) -> str:
-        why = part.why_not(self._journal, judged=self._measure.changes_answers(_BEST), next_waits=next_waits)
+        why = part.why_not(self._journal, judged=self._may_change_answers, next_waits=next_waits)
         self._left_out |= bool(why)
         return why
 

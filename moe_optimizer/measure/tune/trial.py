@@ -13,9 +13,11 @@ class BudgetSpentError(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that differs from the first one in passes that are off and in arguments of `vllm serve`."""
+    """A plan that differs from the first one in passes that are off or on and in arguments of `vllm serve`."""
 
     off: frozenset[str] = frozenset()
+    on: frozenset[str] = frozenset()
+    """Passes that the first plan leaves off."""
     arguments: tuple[tuple[str, str], ...] = ()
     """Flag and value, sorted; a value of "" for a bare flag, "false" for its --no- form."""
     stock: bool = False
@@ -23,18 +25,24 @@ class Candidate:
 
     def without(self, passes: Sequence[str]) -> Candidate:
         """Return the same with further passes off."""
-        return Candidate(off=self.off | frozenset(passes), arguments=self.arguments)
+        off = frozenset(passes)
+        return Candidate(off=self.off | (off - self.on), on=self.on - off, arguments=self.arguments)
+
+    def adding(self, passes: Sequence[str]) -> Candidate:
+        """Return the same with passes on that the first plan leaves off."""
+        return Candidate(off=self.off, on=self.on | frozenset(passes), arguments=self.arguments)
 
     def having(self, values: Mapping[str, str]) -> Candidate:
         """Return the same with other arguments."""
-        return Candidate(off=self.off, arguments=tuple(sorted(values.items())))
+        return Candidate(off=self.off, on=self.on, arguments=tuple(sorted(values.items())))
 
     def __str__(self) -> str:
         if self.stock:
             return "stock vLLM"
-        off = [f"without {', '.join(sorted(self.off))}"] if self.off else []
+        passes = [f"without {', '.join(sorted(self.off))}"] if self.off else []
+        passes += [f"with {', '.join(sorted(self.on))}"] if self.on else []
         shown = [words(flag, value) for flag, value in self.arguments]
-        return "; ".join([*off, *shown]) or "the plan"
+        return "; ".join([*passes, *shown]) or "the plan"
 
 
 def words(flag: str, value: str) -> str:

@@ -115,13 +115,26 @@ def test_a_slow_pass_is_off_in_the_plan_that_is_written_and_serve_takes_it(
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
     verdicts = {each["what"]: each["verdict"] for each in ledger["entries"] if each["step"] == "ablation"}
-    assert verdicts == {"expert_load": "slower", "scheduler": "faster"}
+    # The planner leaves the kernel off, since nothing has measured it.
+    assert verdicts == {"expert_load": "slower", "scheduler": "faster", "flash_dmoe": "no difference shown"}
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert not is_on(plan, "expert_load")
     assert is_on(plan, "scheduler")
     assert plan.digest == ledger["plan_digest"]
     assert main(["serve", "--plan", str(tmp_path / "run" / "plan.json"), "--dry-run", "--json"]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out) == json.loads(plan.to_json())
+
+
+@pytest.mark.parametrize(("flags", "tried"), [((), True), (("--disable-flash-dmoe",), False)])
+def test_a_pass_that_the_planner_left_off_is_tried_unless_somebody_switched_it_off(
+    flags: tuple[str, ...], tried: bool, served: list[Slowness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "run_quality", lambda request, **_: quality_result())
+    served.append(lambda plan: 0.5 if is_on(plan, "flash_dmoe") else 1.0)
+    code, ledger = tune(tmp_path / "run", *flags)
+    assert code == ExitCode.OK
+    assert ("flash_dmoe" in ledger["passes"]) is tried
+    assert is_on(Plan.load(tmp_path / "run" / "plan.json"), "flash_dmoe") is tried
 
 
 def test_a_setting_that_wins_is_in_the_plan(served: list[Slowness], tmp_path: Path) -> None:

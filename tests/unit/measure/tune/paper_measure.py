@@ -18,6 +18,8 @@ class PaperMeasure:
 
     passes: Mapping[str, float] = field(default_factory=dict)
     """Pass -> factor of the speed while it is on."""
+    offered: Mapping[str, float] = field(default_factory=dict)
+    """The same of passes that the plan leaves off."""
     settings: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Flag and value -> factor."""
     noise: float = 0.001
@@ -41,10 +43,10 @@ class PaperMeasure:
     """What a clock would say."""
 
     def on(self, candidate: Candidate) -> set[str]:
-        return set() if candidate.stock else set(self.passes) - candidate.off
+        return set() if candidate.stock else set(self.passes) - candidate.off | candidate.on
 
     def speed(self, candidate: Candidate) -> float:
-        factors = [self.passes[name] for name in self.on(candidate)]
+        factors = [{**self.passes, **self.offered}[name] for name in self.on(candidate)]
         factors += [self.settings.get(each, 1.0) for each in candidate.arguments]
         found = STOCK_SPEED
         for each in factors:

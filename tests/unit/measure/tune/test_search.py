@@ -24,8 +24,13 @@ THROUGHPUT = parse_goal("throughput")
 SETTINGS = {"--max-num-seqs": ("", "32", "64"), "--max-num-batched-tokens": ("", "1024", "4096")}
 
 
+def named(name: str) -> PlannedPass:
+    return PlannedPass(name=name)
+
+
 def found_by(measure: PaperMeasure, *, budget_s: float = 1e6, folder: Path | None = None, **changes: Any) -> Found:
-    fields: dict[str, Any] = {"goal": THROUGHPUT, "passes": [PlannedPass(name=each) for each in measure.passes]}
+    passes = [*map(named, measure.passes), *(PlannedPass(name=each, is_on=False) for each in measure.offered)]
+    fields: dict[str, Any] = {"goal": THROUGHPUT, "passes": passes}
     with mock.patch("time.monotonic", side_effect=lambda: measure.now):
         measure.journal = Journal(folder, budget_s=budget_s)
         found = search(Question(**fields | changes), measure, measure.journal, lambda share, text: None)
@@ -42,6 +47,7 @@ FACTORS = st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.sampled_from
 WORLDS = st.builds(
     PaperMeasure,
     passes=FACTORS,
+    offered=st.dictionaries(st.sampled_from(["x", "y"]), st.sampled_from([0.6, 1.0, 1.5])),
     settings=st.dictionaries(
         st.sampled_from([(flag, value) for flag, values in SETTINGS.items() for value in values[1:]]),
         st.sampled_from([0.5, 1.0, 1.3]),
@@ -50,7 +56,7 @@ WORLDS = st.builds(
     # Times that add up without rounding.
     seconds=st.integers(1, 100).map(lambda each: 8.0 * each),
     changing=st.frozensets(st.sampled_from(["a", "b"])),
-    wrong=st.frozensets(st.sampled_from(["b", "c"])),
+    wrong=st.frozensets(st.sampled_from(["b", "c", "x"])),
     dead=st.frozensets(st.sampled_from(["d"])),
     illegal=st.frozensets(st.sampled_from([("--max-num-seqs", "32")])),
 )
@@ -64,13 +70,13 @@ def test_what_is_not_stock_vllm_was_faster_than_it_and_keeps_the_thresholds_with
     found = found_by(measure, budget_s=budget_s, settings=SETTINGS, most_trials=6)
     if found.candidate == STOCK:
         return
-    won = [each.verdict for each in found.entries if (each.what, each.against) == (_named(found), "stock vLLM")]
+    won = [each.verdict for each in found.entries if (each.what, each.against) == (_words(found), "stock vLLM")]
     assert set(won) == {"faster"}
     assert not measure.on(found.candidate) & (measure.wrong | measure.dead)
     assert not set(found.candidate.arguments) & measure.illegal
 
 
-def _named(found: Found) -> str:
+def _words(found: Found) -> str:
     return str(found.candidate)
 
 
@@ -98,6 +104,35 @@ def test_a_pass_that_harms_is_off_and_one_that_wins_stays() -> None:
     assert found.candidate == Candidate(off=frozenset({"bad"}))
     assert entry(found, "ablation", "bad").verdict == "slower"
     assert entry(found, "ablation", "good").kept
+
+
+def test_a_pass_that_the_plan_leaves_off_is_on_where_it_wins() -> None:
+    found = found_by(PaperMeasure(passes={"good": 1.5}, offered={"better": 1.3, "worse": 0.8, "idle": 1.0}))
+    assert found.candidate == Candidate(on=frozenset({"better"}))
+    assert str(found.candidate) == "with better"
+    lines = {each.what: (each.verdict, each.kept) for each in found.entries if each.step == "ablation"}
+    assert lines["better"] == ("faster", True)
+    assert lines["worse"] == ("slower", False)
+    assert not lines["idle"][1]
+
+
+def test_a_plan_that_is_stock_vllm_gets_the_pass_that_wins() -> None:
+    found = found_by(PaperMeasure(offered={"better": 1.3}), settings=SETTINGS)
+    assert found.candidate.on == {"better"}
+    assert found_by(PaperMeasure(offered={"worse": 0.9})).candidate == STOCK
+
+
+def test_a_pass_that_was_left_off_and_whose_answers_are_wrong_stays_off() -> None:
+    world = PaperMeasure(passes={"good": 1.5}, offered={"wrong": 2.0}, wrong=frozenset({"wrong"}))
+    found = found_by(world)
+    assert found.candidate == Candidate()
+    assert [each.kept for each in found.entries if each.step == "quality"] == [False]
+
+
+def test_without_time_a_pass_that_was_left_off_stays_off_and_is_named() -> None:
+    found = found_by(PaperMeasure(passes={"good": 1.5}, offered={"better": 1.3}), budget_s=12)
+    assert found.candidate == Candidate()
+    assert not entry(found, "ablation", "better").kept
 
 
 def test_a_pass_that_changes_nothing_is_off() -> None:
