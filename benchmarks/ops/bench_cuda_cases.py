@@ -70,6 +70,21 @@ def is_int4(dtype: str) -> bool:
     return _INT4.fullmatch(dtype) is not None
 
 
+PEER_FORMATS: dict[str, tuple[str, ...]] = {
+    "humming": ("fp8", "mxfp4", "int4"),
+    "sgl_deep_gemm": ("bf16", "fp8"),
+    "quack": ("bf16",),
+    "flashinfer_cutedsl": ("bf16",),
+    "flashinfer_cutlass": ("bf16", "fp8", "mxfp4"),
+}
+"""Weights that a library of bench_cuda_peers.py has kernels for on Hopper."""
+
+
+def kind_of(dtype: str) -> str:
+    """The format without the size of its groups."""
+    return "int4" if is_int4(dtype) else dtype
+
+
 def bytes_per_weight(dtype: str) -> float:
     """With its share of what its group has, as our kernels read it: a scale of 2 bytes, a zero point of 1."""
     match = _INT4.fullmatch(dtype)

@@ -28,10 +28,11 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from bench_cuda_cases import Shape, Weights
+    from bench_cuda_peers import Peer
     from bench_cuda_sides import DeepGemm, Marlin, Vllm
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +57,9 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bf16,fp8,mxfp4", help="of the weights, in this order")
     parser.add_argument("--routings", default="uniform,zipf")
     parser.add_argument("--without", default="", help="kernels of others to leave out, of: vllm,deep_gemm,marlin")
+    parser.add_argument(
+        "--peers", default="", help="libraries to time too (bench_cuda_peers.py); see bench_cuda_peer_runs.py"
+    )
     parser.add_argument("--no-check", action="store_true", help="leave out the check of the families: tests ran before")
     parser.add_argument("--tokens", default=",".join(map(str, BF16_ORDER)))
     parser.add_argument(
@@ -92,15 +96,20 @@ def write_record(out: Path) -> None:
     facts = json.loads((out / "facts.json").read_text())
     timings = out / "timings.jsonl"
     cases = [json.loads(line) for line in timings.read_text().splitlines()] if timings.is_file() else []
-    for case in cases:
-        case["floor_us"] = round(case["floor_us"], 2)
-        for side in case["sides"].values():
-            share = round(100 * case["floor_us"] / side["median_us"])
-            side.update({key: _rounded(value) for key, value in side.items()}, share_of_floor_percent=share)
     how = {
         "samples": "microseconds per call of 7 replays of a CUDA graph of 8 calls, rounded to 0.01",
     }
-    (out / "record.json").write_text(json.dumps(facts | how | {"cases": cases}) + "\n")
+    (out / "record.json").write_text(json.dumps(facts | how | {"cases": [rounded_case(case) for case in cases]}) + "\n")
+
+
+def rounded_case(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with times to 0.01 us, and each side's share of the floor."""
+    sides = {
+        name: {key: _rounded(value) for key, value in side.items()}
+        | {"share_of_floor_percent": round(100 * case["floor_us"] / side["median_us"])}
+        for name, side in case["sides"].items()
+    }
+    return case | {"floor_us": round(case["floor_us"], 2), "sides": sides}
 
 
 def _rounded(value: float | list[float]) -> float | list[float]:
@@ -199,6 +208,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     vllm, why_no_vllm = find_vllm()
     deep_gemm, why_no_deep_gemm = find_deep_gemm()
     marlin, why_no_marlin = find_marlin()
+    libraries, versions, why_no_peer = _libraries(options.peers)
     facts = {
         **head(
             "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton), DeepGEMM's FP8 "
@@ -209,6 +219,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
         "marlin": marlin is not None, "why_no_marlin": why_no_marlin,
         "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),
+        **({"peers": versions, "why_no_peer": why_no_peer} if options.peers else {}),
     }  # fmt: skip
     (options.out / "facts.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
     rates = (
@@ -223,6 +234,8 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         vllm=None if "vllm" in left_out else vllm,
         deep_gemm=None if "deep_gemm" in left_out else deep_gemm,
         marlin=None if "marlin" in left_out else marlin,
+        libraries=libraries,
+        absent=why_no_peer,
     )
     order = [int(tokens) for tokens in options.tokens.split(",")]
     for shape_name in options.shapes.split(","):
@@ -241,6 +254,20 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
                         traceback.print_exc()
             del weights
             torch.cuda.empty_cache()
+
+
+def _libraries(names: str) -> tuple[dict[str, Peer], dict[str, str], dict[str, str]]:
+    """The peers that can be imported, their versions, and why the others cannot."""
+    if not names:
+        return {}, {}, {}
+    from bench_cuda_peers import PEERS, find_peers
+
+    from benchmarks.record import packages
+
+    found, absent = find_peers(names.split(","))
+    if not found:
+        sys.exit("; ".join(f"{name} cannot be imported: {why}" for name, why in absent.items()))
+    return found, packages(*sorted({PEERS[name].distribution for name in found})), absent
 
 
 def compare_dtypes(out: Path) -> None:
@@ -288,6 +315,9 @@ class Peers(NamedTuple):
     vllm: Vllm | None
     deep_gemm: DeepGemm | None
     marlin: Marlin | None
+    libraries: dict[str, Peer]
+    absent: dict[str, str]
+    """Why a library that was asked for cannot be imported."""
 
 
 def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilings: dict[str, float]) -> None:
@@ -296,7 +326,7 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     from bench_cuda_sides import errors, family_of, our_call, our_call_from_logits, variants_for
     from bench_cuda_timing import summary, time_interleaved
 
-    vllm, deep_gemm, marlin = peers
+    vllm, deep_gemm, marlin, libraries, absent = peers
     shape, dtype, routing, tokens, weights = case.shape, case.dtype, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
     sides = {}
@@ -321,6 +351,13 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
         error = errors(problems[0], sides["vllm"][0]())[0]
         if not error <= MARLIN_ERROR:
             raise RuntimeError(f"Marlin's error is {error:.2e}: its weights are in a wrong order")
+    peer_errors: dict[str, float] = {}
+    if libraries:
+        from bench_cuda_peers import PeerCase, add_peers
+
+        error_of = lambda out: errors(problems[0], out)[0]  # noqa: E731
+        peer_errors, missing = add_peers(libraries, PeerCase(shape, dtype, weights, inputs), sides, error_of)
+        absent = absent | missing
     samples = time_interleaved(sides)
     rates = {"bytes_per_s": ceilings["copy_bytes_per_s"], "flops_per_s": ceilings["bf16_flops_per_s"]}
     floors = [floor_us(shape, t, dtype=dtype, **rates) for t in inputs]
@@ -329,6 +366,7 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     record = {
         "shape": vars(shape), "dtype": dtype, "routing": routing, "tokens": tokens,
         "floor_us": floor, "sides": {name: {**medians[name], "samples_us": times} for name, times in samples.items()},
+        **({"errors": peer_errors, "absent": absent} if peer_errors or absent else {}),
     }  # fmt: skip
     with (out / "timings.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -337,6 +375,8 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
         ratio = f"{medians[stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
         print(f"{shape.name:18} {record['dtype']:5} {routing:7} {tokens:5d} {name:28} {side['median_us']:9.1f}"
               f" {floor / side['median_us']:6.0%} {ratio}", flush=True)  # fmt: skip
+    for name, why in absent.items():
+        print(f"{shape.name:18} {dtype:5} {routing:7} {tokens:5d} {name:28} absent: {why}", flush=True)
 
 
 if __name__ == "__main__":
