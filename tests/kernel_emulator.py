@@ -233,7 +233,15 @@ class Emulator:
 
 
 def build_emulator() -> Emulator:
-    """Return the emulation, compiled unless this source state was compiled before; skips where there is no g++."""
+    """Return the emulation of the experts' kernels; skips where it cannot be compiled."""
+    return Emulator(compiled_emulation("emulated_kernels"))
+
+
+def compiled_emulation(name: str) -> ModuleType:
+    """Return a module of tests/unit/ops/emulation, compiled unless this source state was compiled before.
+
+    Skips where there is no g++ or no pybind11.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ to compile the kernels' emulation")
@@ -245,7 +253,7 @@ def build_emulator() -> Emulator:
     digest.update(f"{sysconfig.get_config_var('SOABI')} {pybind11.__version__}".encode())
     folder = Path(tempfile.gettempdir()) / f"moeopt-emulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"emulation-{digest.hexdigest()[:16]}.so"
+    library = folder / f"{name}-{digest.hexdigest()[:16]}.so"
     with (folder / "lock").open("w") as lock:  # one test worker compiles, the others wait for it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -254,16 +262,16 @@ def build_emulator() -> Emulator:
                 [compiler, "-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
                  "-fvisibility=hidden", "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}",
                  f"-I{EMULATION}", *(f"-isystem{folder}" for folder in includes),
-                 str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],
+                 str(EMULATION / f"{name}.cpp"), "-o", str(partial)],
                 check=True, timeout=300,
             )  # fmt: skip
             partial.replace(library)
-    spec = importlib.util.spec_from_file_location("emulated_kernels", library)
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Emulator(module)
+    return module
 
 
 def with_poisoned_output(case: Case) -> CudaProblem:

@@ -124,6 +124,19 @@ void run(const py::dict& experts, const py::object& router, const py::object& in
   py::gil_scoped_release release;
   run_cuda(problem, kernels, multiprocessors, buffer, reinterpret_cast<int*>(counters), stream);
 }
+
+// ValueError: no kernel covers the call.
+py::dict gate_layout(const py::dict& gate, const py::dict& router) {
+  return to_python(
+      gate_topk_layout(from_python<GateTopkProblem>("gate", gate), from_python<RouterArgs>("router", router)));
+}
+
+void run_gate(const py::dict& gate, const py::dict& router, uintptr_t stream) {
+  const auto problem = from_python<GateTopkProblem>("gate", gate);
+  const auto rule = from_python<RouterArgs>("router", router);
+  py::gil_scoped_release release;
+  run_gate_topk(problem, rule, stream);
+}
 #endif
 
 }  // namespace
@@ -145,5 +158,7 @@ PYBIND11_MODULE(_kernels, module) {
 #if defined(MOEOPT_CUDA)
   module.def("cuda_layout", &layout, "What a call launches, and the bytes of its workspace.");
   module.def("cuda_run", &run, "Enqueues a call on a stream.");
+  module.def("cuda_gate_layout", &gate_layout, "What a call of the gate and top-k launches.");
+  module.def("cuda_gate_run", &run_gate, "Enqueues it on a stream.");
 #endif
 }

@@ -1,6 +1,7 @@
 // Lays out and starts the CUDA kernels.
 #pragma once
 
+#include "launch/gate_topk_problem.h"
 #include "launch/problem.h"
 
 namespace moeopt {
@@ -12,5 +13,10 @@ CallLayout cuda_layout(const Problem& problem, const Variant& variant, int multi
 // CUDA graph. A launch that CUDA refuses throws std::runtime_error with the kernel's name and the reason.
 void run_cuda(const Problem& problem, const Variant& variant, int multiprocessors, uintptr_t buffer, int* counters,
               uintptr_t stream);
+
+// The gate product and top-k of few tokens (gate_topk.cuh): what `run_gate_topk` launches, and the launch. It is a
+// launch like those of `run_cuda`, which may follow it on the stream with its ids and weights.
+GateTopkLaunch gate_topk_layout(const GateTopkProblem& problem, const RouterArgs& router);
+void run_gate_topk(const GateTopkProblem& problem, const RouterArgs& router, uintptr_t stream);
 
 }  // namespace moeopt

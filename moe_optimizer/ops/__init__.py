@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_optimizer.ops.flash_dmoe import flash_dmoe as flash_dmoe
     from moe_optimizer.ops.fused_experts import fused_experts as fused_experts
     from moe_optimizer.ops.fused_experts import why_reference as why_reference
+    from moe_optimizer.ops.gate_topk import gate_topk as gate_topk
     from moe_optimizer.ops.huge_pages import use_huge_pages as use_huge_pages
     from moe_optimizer.ops.paged_attention import paged_attention as paged_attention
     from moe_optimizer.ops.sparse_experts import sparse_experts as sparse_experts
@@ -24,6 +25,7 @@ _HOME = {
     "best_isa": "_load",
     "flash_dmoe": "flash_dmoe",
     "fused_experts": "fused_experts",
+    "gate_topk": "gate_topk",
     "kernels_available": "_load",
     "paged_attention": "paged_attention",
     "sparse_experts": "sparse_experts",

@@ -30,7 +30,7 @@ class Router(NamedTuple):
     """How logits become expert ids and weights, in the order of the schema; meaning: `topk_router`."""
 
     logits: Tensor
-    """[T, E], float32 or bfloat16; on CUDA contiguous."""
+    """[T, E], float32 or bfloat16; on CUDA contiguous. `gate_topk` writes them."""
     top_k: int
     score_bias: Tensor | None = None
     """float32 [E], contiguous: added for the choice only."""
@@ -53,6 +53,38 @@ class Router(NamedTuple):
             "bias": _address(self.score_bias),
             "scaling_factor": self.routed_scaling_factor,
         }
+
+
+class GateTopk(NamedTuple):
+    """A call of `gate_topk`."""
+
+    x: Tensor
+    gate: Tensor
+    router: Router
+    topk_weights: Tensor
+    topk_ids: Tensor
+    gate_is_settled: bool = False
+    cluster_blocks: int = 0
+    """Of the CUDA kernel; 0: as many as there are units of 8 experts, at most 16."""
+
+    def call(self) -> tuple[Fields, Fields]:
+        """Return the first arguments of `cuda_gate_layout` and `cuda_gate_run`."""
+        hidden = self.x.shape[1]
+        fields: Fields = {
+            "x": self.x.data_ptr(),
+            "x_stride": self.x.stride(0) if self.x.shape[0] > 1 else hidden,
+            "gate": self.gate.data_ptr(),
+            "gate_stride": self.gate.stride(0) if self.gate.shape[0] > 1 else hidden,
+            "topk_ids": self.topk_ids.data_ptr(),
+            "topk_weights": self.topk_weights.data_ptr(),
+            "num_tokens": self.x.shape[0],
+            "hidden_size": hidden,
+            "num_experts": self.gate.shape[0],
+            "top_k": self.router.top_k,
+            "cluster_blocks": self.cluster_blocks,
+            "gate_is_settled": self.gate_is_settled,
+        }
+        return fields, self.router.fields()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

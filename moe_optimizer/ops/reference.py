@@ -91,6 +91,16 @@ def fused_experts(
     return out.to(x.dtype)
 
 
+def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """Return what each expert's gate says of each token, logits [T, E]: x @ gate.T, rounded once to the dtype of x.
+
+    Args:
+        x: [T, H].
+        gate: [E, H].
+    """
+    return (x.float() @ gate.float().T).to(x.dtype)
+
+
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, context_lengths: Tensor) -> Tensor:
     """Return the attention of one query per sequence over its pages; arguments as in `ops.paged_attention`.
 

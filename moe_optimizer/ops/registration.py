@@ -62,5 +62,36 @@ def register_op(
     torch.library.register_fake(f"{_NAMESPACE}::{name}_out", into_in_trace, lib=_LIBRARY)
 
 
+def register_writing_op(
+    name: str,
+    schema: str,
+    *,
+    parse: Callable[..., Inputs],
+    check: Callable[[Inputs], None],
+    run: Callable[[Inputs], None],
+) -> None:
+    """Register an op that returns nothing and writes the arguments that its schema marks.
+
+    Args:
+        name: of the op.
+        schema: its arguments as torch writes them.
+        parse: turns the arguments, in the schema's order, into what `check` and `run` take.
+        check: raises TensorContractError for what breaks the contract, also while a graph is traced.
+        run: computes checked inputs.
+    """
+
+    def real(*arguments: Any) -> None:
+        inputs = parse(*arguments)
+        check(inputs)
+        run(inputs)
+
+    def in_trace(*arguments: Any) -> None:
+        check(parse(*arguments))
+
+    _LIBRARY.define(f"{name}({schema}) -> ()")
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", in_trace, lib=_LIBRARY)
+
+
 def _result_for(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

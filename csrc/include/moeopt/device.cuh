@@ -228,6 +228,10 @@ MOEOPT_DEVICE int cluster_ctarank() {
 MOEOPT_DEVICE void barrier_cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+// The same in two parts, with work between them. The arrival orders nothing but barriers that fence_mbarrier_init made
+// known: a release would wait for this thread's loads and stores.
+MOEOPT_DEVICE void barrier_cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+MOEOPT_DEVICE void barrier_cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // shfl.sync.idx. The compiler knows that all lanes get the same value, and can keep it in a uniform register.
 MOEOPT_DEVICE int shfl_idx(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // shfl.sync.bfly

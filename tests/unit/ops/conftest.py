@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from tests.kernel_emulator import Emulator, build_emulator
+from tests.kernel_emulator import Emulator, build_emulator, compiled_emulation
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +15,14 @@ def emulator() -> Emulator:
     return build_emulator()
 
 
+@pytest.fixture(scope="session")
+def gate_emulator() -> ModuleType:
+    """Runs the gate's CUDA kernel on the CPU: `cuda_gate_layout`, and `cuda_gate_run` with a seed as stream."""
+    return compiled_emulation("emulated_gate")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the quick check compile no emulation, which takes half a minute of processor time."""
     for item in items:
-        if "emulator" in getattr(item, "fixturenames", ()):
+        if {"emulator", "gate_emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.thorough)

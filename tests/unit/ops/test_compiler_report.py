@@ -130,7 +130,7 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
     assert {name.partition("<")[0] for name in names} == {
         "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
-        "route_tokens_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",
+        "route_tokens_kernel", "gate_topk_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",
     }  # fmt: skip
     spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
     assert spilling == {}

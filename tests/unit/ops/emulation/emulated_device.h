@@ -196,6 +196,22 @@ inline void barrier_cluster_sync() {
   meet(cluster_block(0).all_of_cluster, block_threads() * block().grid->cluster_blocks, "barrier_cluster_sync");
 }
 
+inline void barrier_cluster_arrive_relaxed() {
+  auto& barrier = cluster_block(0).all_of_cluster;
+  fiber().cluster_generation = barrier.generation;
+  if (++barrier.arrived < block_threads() * block().grid->cluster_blocks) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  ::emulation::made_progress();
+}
+inline void barrier_cluster_wait() {
+  const uint64_t arrived_in = fiber().cluster_generation;
+  auto& barrier = cluster_block(0).all_of_cluster;
+  while (barrier.generation == arrived_in) {
+    ::emulation::yield("barrier_cluster_wait", {&barrier.generation, ~uint64_t{0}, arrived_in});
+  }
+}
+
 inline uint32_t* exchange_of(int lane) {
   return block().exchange.data() + (static_cast<size_t>(thread_index() / 32) * 32 + lane) * 8;
 }

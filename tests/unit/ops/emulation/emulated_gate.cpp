@@ -1,0 +1,42 @@
+// The gate product and top-k of csrc/include/moeopt/gate_topk.cuh as emulated_kernels.cpp has the others: with the CUDA
+// functions `cuda_gate_layout` and `cuda_gate_run`. A module of its own compiles in a tenth of the time.
+#include <pybind11/pybind11.h>
+
+#include "bindings/from_python.h"
+#include "emulated_device.h"
+#include "launch/gate_topk.h"
+
+using namespace moeopt;
+
+namespace {
+
+namespace py = pybind11;
+
+py::dict emulate_layout(const py::dict& gate, const py::dict& router) {
+  return to_python(
+      gate_topk_launch(from_python<GateTopkProblem>("gate", gate), from_python<RouterArgs>("router", router)));
+}
+
+void emulate_run(const py::dict& gate, const py::dict& router, uint64_t seed) {
+  const auto problem = from_python<GateTopkProblem>("gate", gate);
+  const auto rule = from_python<RouterArgs>("router", router);
+  const GateTopkLaunch launch = gate_topk_launch(problem, rule);
+  const GateTopkArgs args = gate_topk_arguments(problem, launch);
+  with_gate_kernel(launch, [&](auto halves, auto groups) {
+    emulation::Grid grid{launch.cluster_blocks,
+                         kGateWarps * 32,
+                         static_cast<size_t>(launch.shared_bytes),
+                         [&] { gate_topk_kernel<decltype(halves)::value, decltype(groups)::value>(args, rule); },
+                         0,
+                         launch.cluster_blocks};
+    const std::string failure = emulation::launch_together({grid}, seed);
+    if (!failure.empty()) throw std::runtime_error(failure);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(emulated_gate, module) {
+  module.def("cuda_gate_layout", &emulate_layout);
+  module.def("cuda_gate_run", &emulate_run);
+}
