@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--dtypes", default=DTYPES, help="of the weights, in this order")
     parser.add_argument("--tokens", default=TOKENS)
-    parser.add_argument("--limit-s", type=float, default=100, help="of one process: a peer, a layer, a format")
+    parser.add_argument("--limit-s", type=float, default=150, help="of one process: a peer, a layer, a format")
     parser.add_argument("--budget-s", type=float, default=480, help="start no further process after this many seconds")
     options = parser.parse_args()
     unknown = set(options.peers.split(",")) - set(PEER_FORMATS)

@@ -367,6 +367,12 @@ def _scaled_rows(rows: torch.Tensor, leading: tuple[int, ...], columns: int) -> 
     return ScaledRows(values, storage.mT[..., :height, :], offsets, stored)
 
 
+def _interleaved(weights: Weights) -> torch.Tensor:
+    """Row by row: gate, up, gate, up."""
+    gate, up = weights.w13.chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
 class Quack(Peer):
     """QuACK's grouped GEMMs: tokens gathered and SwiGLU applied by the first; its default tiling, without its tuner."""
 
@@ -382,6 +388,7 @@ class Quack(Peer):
         return {"quack": case.each(partial(self._call, case.shape))}
 
     def _call(self, shape: Shape, weights: Weights, tokens: Tokens) -> Call:
+        w13 = self.prepared(weights, _interleaved)
         order = pair_order(tokens.topk_ids, shape.experts)
         offsets, token_of_row = order.offsets, order.sorted_pairs // shape.top_k
         rows = order.rows_of_pairs(offsets.long()).view(tokens.x.shape[0], -1)
@@ -392,8 +399,8 @@ class Quack(Peer):
 
         def call() -> torch.Tensor:
             self._library.gemm_gated(
-                tokens.x, weights.w13.mT, activation="swiglu", postact_out=hidden, store_preact=False,
-                cu_seqlens_m=offsets, A_idx=token_of_row, concat_layout=("B",), tuned=False,
+                tokens.x, w13.mT, activation="swiglu", postact_out=hidden, store_preact=False,
+                cu_seqlens_m=offsets, A_idx=token_of_row, tuned=False,
             )  # fmt: skip
             self._library.gemm(hidden, weights.w2.mT, out=y, cu_seqlens_m=offsets, tuned=False)
             return combine(y, rows, tokens.topk_weights, out)

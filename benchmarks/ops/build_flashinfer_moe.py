@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -77,10 +76,16 @@ def is_needed(source: Path, formats: list[str]) -> bool:
     return any(sign in text for name in formats for sign in INSTANTIATED.get(name, ()))
 
 
+def packages() -> Path:
+    """The folder that torch is installed in."""
+    import torch
+
+    return Path(torch.__file__).parents[1]
+
+
 def cublas_headers() -> list[str]:
     """Folders that hold cublasLt.h, where CUDA's own does not: pip installs it beside torch."""
-    site = Path(sysconfig.get_path("purelib"))
-    return sorted({str(path.parent) for path in site.glob("nvidia/**/include/cublasLt.h")})
+    return sorted({str(path.parent) for path in packages().glob("nvidia/**/include/cublasLt.h")})
 
 
 def link(objects: list[Path], library: Path) -> None:
@@ -91,14 +96,23 @@ def link(objects: list[Path], library: Path) -> None:
     ends = [f'void n{i}(void) __asm__("{name}"); void n{i}(void) {{ ends(); }}' for i, name in enumerate(absent)]
     stubs.write_text(ENDS + "\n".join(ends) + "\n")
     print(f"{len(absent)} functions of other formats stand for nothing", flush=True)
-    cuda = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    folders = [
-        flag for name in ("lib64", "lib64/stubs", "targets/x86_64-linux/lib") for flag in ("-L", f"{cuda}/{name}")
-    ]
-    subprocess.run(
-        ["c++", "-shared", "-fPIC", "-o", str(library), *map(str, objects), "-x", "c", str(stubs), "-x", "none",
-         *folders, "-lcudart", "-lcuda", "-lnvrtc"], check=True,
-    )  # fmt: skip
+    found = {name: shared_library(name) for name in ("libcudart.so", "libnvrtc.so", "libcuda.so")}
+    print(", ".join(f"{name}: {path or 'not found, left open'}" for name, path in found.items()), flush=True)
+    libraries = [str(path) for path in found.values() if path]
+    given = [*map(str, objects), "-x", "c", str(stubs), "-x", "none", *libraries]
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", str(library), *given], check=True)
+
+
+def shared_library(name: str) -> Path | None:
+    """The file of CUDA's toolkit, of pip's packages or of the driver, whatever its version ends in."""
+    roots = (Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda"), packages() / "nvidia",
+             Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/local/nvidia"))  # fmt: skip
+    for root in roots:
+        for pattern in (f"{name}*", f"lib*/{name}*", f"*/lib/{name}*", f"lib*/stubs/{name}*"):
+            for path in sorted(root.glob(pattern)):
+                if ".alt." not in path.name:
+                    return path
+    return None
 
 
 def undefined(objects: list[Path]) -> set[str]:
