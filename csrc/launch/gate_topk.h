@@ -92,6 +92,7 @@ inline GateTopkArgs gate_topk_arguments(const GateTopkProblem& gate, const GateT
           gate.x_stride,
           gate.gate,
           gate.gate_stride,
+          gate.is_padding,
           gate.topk_ids,
           gate.topk_weights,
           static_cast<int32_t>(gate.num_tokens),

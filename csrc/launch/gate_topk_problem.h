@@ -15,14 +15,15 @@ struct GateTopkProblem {
   int64_t x_stride;
   const uint16_t* gate;
   int64_t gate_stride;
+  const uint8_t* is_padding;
   int* topk_ids;
   float* topk_weights;
   int64_t num_tokens, hidden_size, num_experts, top_k;
   int64_t cluster_blocks;  // 0: as many as there are units of experts
   bool gate_is_settled;
 
-  MOEOPT_FIELDS(x, x_stride, gate, gate_stride, topk_ids, topk_weights, num_tokens, hidden_size, num_experts, top_k,
-                cluster_blocks, gate_is_settled)
+  MOEOPT_FIELDS(x, x_stride, gate, gate_stride, is_padding, topk_ids, topk_weights, num_tokens, hidden_size,
+                num_experts, top_k, cluster_blocks, gate_is_settled)
 };
 
 struct GateTopkLaunch {

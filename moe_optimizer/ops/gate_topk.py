@@ -30,6 +30,7 @@ def gate_topk(
     topk_group: int | None = None,
     score_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    is_padding: Tensor | None = None,
     gate_is_settled: bool = False,
     logits: Tensor | None = None,
     topk_weights: Tensor | None = None,
@@ -46,6 +47,7 @@ def gate_topk(
         gate: [E, H], dtype of x, last dimension contiguous.
         top_k: as in `topk_router`, like renormalize, scoring, the groups and the factor.
         score_bias: float32 [E].
+        is_padding: bool [T]: tokens that go to no expert. Their ids are -1, their weights 0.
         gate_is_settled: on a GPU, nothing that was enqueued just before this call writes the gate: the kernel reads it
             while its predecessor on the stream still runs.
         logits: dtype of x, contiguous [T, E]: receives the logits.
@@ -65,7 +67,7 @@ def gate_topk(
     if logits is None:
         logits = torch.empty((x.shape[0], gate.shape[0]), dtype=x.dtype, device=x.device)
     router = (top_k, score_bias, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
-    torch.ops.moe_optimizer.gate_topk_out(x, gate, *router, gate_is_settled, logits, weights, ids)
+    torch.ops.moe_optimizer.gate_topk_out(x, gate, *router, is_padding, gate_is_settled, logits, weights, ids)
     return weights, ids
 
 
@@ -102,8 +104,8 @@ def run_kernel(call: GateTopk) -> None:
 
 
 def _parse(*arguments: Any) -> GateTopk:
-    x, gate, *rule, gate_is_settled, logits, topk_weights, topk_ids = arguments
-    return GateTopk(x, gate, Router(logits, *rule), topk_weights, topk_ids, gate_is_settled)
+    x, gate, *rule, is_padding, gate_is_settled, logits, topk_weights, topk_ids = arguments
+    return GateTopk(x, gate, Router(logits, *rule), topk_weights, topk_ids, is_padding, gate_is_settled)
 
 
 def _check(call: GateTopk) -> None:
@@ -122,11 +124,14 @@ def _check(call: GateTopk) -> None:
     check.shape("logits", router.logits, "T", "E")
     check.dtype("logits", router.logits, call.x.dtype)
     check_router(router.logits, router.top_k, router.scoring, router.num_expert_group, router.topk_group)
+    if call.is_padding is not None:
+        check.shape("is_padding", call.is_padding, "T")
+        check.dtype("is_padding", call.is_padding, torch.bool)
     written = {"logits": router.logits, "topk_weights": call.topk_weights, "topk_ids": call.topk_ids}
     for name, tensor in written.items():
         if not tensor.is_contiguous():
             raise check.error(name, "strides", list(tensor.stride()), "those of a contiguous tensor")
-    others = {"gate": call.gate, "score_bias": router.score_bias}
+    others = {"gate": call.gate, "score_bias": router.score_bias, "is_padding": call.is_padding}
     check.devices(others | written, call.x.device)
 
 
@@ -136,6 +141,8 @@ def _run(call: GateTopk) -> None:
         return
     if router.score_bias is not None:
         call = call._replace(router=router._replace(score_bias=router.score_bias.contiguous()))
+    if call.is_padding is not None:
+        call = call._replace(is_padding=call.is_padding.contiguous())
     reason = why_no_kernel(call)
     if reason is None:
         run_kernel(call)
@@ -144,6 +151,8 @@ def _run(call: GateTopk) -> None:
         _load.warn_of_reference("gate_topk", reason)
     options = router._asdict()
     weights, ids = topk_router(options.pop("logits").copy_(reference.gate_logits(call.x, call.gate)), **options)
+    if call.is_padding is not None:
+        weights, ids = (each.masked_fill(call.is_padding[:, None], value) for each, value in ((weights, 0), (ids, -1)))
     call.topk_weights.copy_(weights)
     call.topk_ids.copy_(ids)
 
@@ -151,7 +160,7 @@ def _run(call: GateTopk) -> None:
 register_writing_op(
     "gate_topk_out",
     "Tensor x, Tensor gate, int top_k, Tensor? score_bias, bool renormalize, str scoring, int? num_expert_group, "
-    "int? topk_group, float routed_scaling_factor, bool gate_is_settled, Tensor(a!) logits, "
+    "int? topk_group, float routed_scaling_factor, Tensor? is_padding, bool gate_is_settled, Tensor(a!) logits, "
     "Tensor(b!) topk_weights, Tensor(c!) topk_ids",
     parse=_parse,
     check=_check,

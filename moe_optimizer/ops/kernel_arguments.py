@@ -63,6 +63,8 @@ class GateTopk(NamedTuple):
     router: Router
     topk_weights: Tensor
     topk_ids: Tensor
+    is_padding: Tensor | None = None
+    """bool [T], contiguous."""
     gate_is_settled: bool = False
     cluster_blocks: int = 0
     """Of the CUDA kernel; 0: as many as there are units of 8 experts, at most 16."""
@@ -75,6 +77,7 @@ class GateTopk(NamedTuple):
             "x_stride": self.x.stride(0) if self.x.shape[0] > 1 else hidden,
             "gate": self.gate.data_ptr(),
             "gate_stride": self.gate.stride(0) if self.gate.shape[0] > 1 else hidden,
+            "is_padding": _address(self.is_padding),
             "topk_ids": self.topk_ids.data_ptr(),
             "topk_weights": self.topk_weights.data_ptr(),
             "num_tokens": self.x.shape[0],

@@ -110,6 +110,17 @@ def test_what_lies_around_the_outputs_stays_as_it_was():
         assert (whole == 7).all()
 
 
+@pytest.mark.parametrize("tokens", [5, 32])
+def test_padding_goes_to_no_expert(tokens):
+    call = case(tokens, 128, 2048, top_k=8)
+    run(call)
+    _, ids, weights = results(call)
+    padding = torch.arange(tokens, device="cuda") >= 3
+    run(poisoned(call)._replace(is_padding=padding))
+    assert torch.equal(call.topk_ids, ids.masked_fill(padding[:, None], -1))
+    assert torch.equal(call.topk_weights, weights.masked_fill(padding[:, None], 0))
+
+
 def test_equal_logits_go_to_the_lowest_ids():
     call = case(2, 128, 64, top_k=5)
     call.gate.copy_(call.gate[:1].clone().expand(128, -1))
@@ -139,7 +150,7 @@ def test_the_op_takes_any_number_of_tokens(tokens):
 
 def test_the_registered_op_passes_torchs_checks():
     call = case(4, 128, 256, top_k=8)
-    rule = (8, None, True, "softmax", None, None, 1.0, True)
+    rule = (8, None, True, "softmax", None, None, 1.0, None, True)
     written = (call.router.logits, call.topk_weights, call.topk_ids)
     torch.library.opcheck(torch.ops.moe_optimizer.gate_topk_out.default, (call.x, call.gate, *rule, *written))
 

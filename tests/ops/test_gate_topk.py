@@ -45,6 +45,13 @@ def test_takes_every_rule(rule):
     assert torch.equal(got[0], want[0])
 
 
+def test_padding_goes_to_no_expert():
+    padding = torch.tensor([False, True, False, True, True])
+    want, got = gate_topk(**inputs(), **OPTIONS), gate_topk(**inputs(), **OPTIONS, is_padding=padding)
+    assert torch.equal(got[1], want[1].masked_fill(padding[:, None], -1))
+    assert torch.equal(got[0], want[0].masked_fill(padding[:, None], 0))
+
+
 def test_writes_into_what_it_is_given():
     weights, ids = torch.full((5, 3), -1.0), torch.full((5, 3), -1, dtype=torch.int32)
     got = gate_topk(**inputs(), **OPTIONS, topk_weights=weights, topk_ids=ids)
@@ -64,6 +71,8 @@ def test_writes_into_what_it_is_given():
         ({"num_expert_group": 5, "topk_group": 1}, "num_expert_group"),
         ({"score_bias": torch.zeros(11)}, "score_bias dim 0"),
         ({"score_bias": torch.zeros(12).bfloat16()}, "score_bias dtype"),
+        ({"is_padding": torch.zeros(5)}, "is_padding dtype"),
+        ({"is_padding": torch.zeros(4, dtype=torch.bool)}, "is_padding dim 0"),
         ({"logits": torch.zeros(5, 12)}, "logits dtype"),
         ({"logits": torch.zeros(12, 5).bfloat16().T}, "logits strides"),
         ({"topk_ids": torch.zeros(5, 3, dtype=torch.int64)}, "topk_ids dtype"),
@@ -81,6 +90,6 @@ def test_an_argument_outside_the_contract_is_named(change, message):
 
 def test_the_registered_op_passes_torchs_checks():
     x, gate = inputs().values()
-    rule = (3, torch.zeros(12), True, "sigmoid", 4, 2, 2.5, False)
+    rule = (3, torch.zeros(12), True, "sigmoid", 4, 2, 2.5, torch.arange(5) > 3, False)
     written = (torch.empty(5, 12).bfloat16(), torch.empty(5, 3), torch.empty(5, 3, dtype=torch.int32))
     torch.library.opcheck(torch.ops.moe_optimizer.gate_topk_out.default, (x, gate, *rule, *written))

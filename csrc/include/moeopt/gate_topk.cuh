@@ -35,12 +35,13 @@ struct GateShared {
 };
 
 struct GateTopkArgs {
-  const uint16_t* x;     // BF16 [T, H]
-  int64_t x_stride;      // elements between tokens
-  const uint16_t* gate;  // BF16 [E, H]
-  int64_t gate_stride;   // elements between experts
-  int* topk_ids;         // out, contiguous [T, k], best first
-  float* topk_weights;   // out, likewise
+  const uint16_t* x;          // BF16 [T, H]
+  int64_t x_stride;           // elements between tokens
+  const uint16_t* gate;       // BF16 [E, H]
+  int64_t gate_stride;        // elements between experts
+  const uint8_t* is_padding;  // [T], or null: tokens that go to no expert: their ids are -1, their weights 0
+  int* topk_ids;              // out, contiguous [T, k], best first
+  float* topk_weights;        // out, likewise
   int32_t num_tokens, hidden_size, num_experts, top_k;
   int32_t cluster_log2, units, units_per_block;  // units: of kGateUnit experts
   GateShared shared;
@@ -300,6 +301,13 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGateWarps * 32, 1)
   uint32_t* const keys = reinterpret_cast<uint32_t*>(scores + units * kGateUnit);
   for (int slot = warp; slot < slots; slot += kGateWarps) {
     const int64_t token = (static_cast<int64_t>(slot) << args.cluster_log2) + rank;
+    if (args.is_padding != nullptr && ld_global_nc(args.is_padding + token)) {
+      if (lane < args.top_k) {
+        args.topk_ids[token * args.top_k + lane] = -1;
+        args.topk_weights[token * args.top_k + lane] = 0.0f;
+      }
+      continue;
+    }
     route_gated_token(router, shared + at.logits + slot * units * 16, args.num_experts, args.top_k, scores, keys, lane,
                       args.topk_ids + token * args.top_k, args.topk_weights + token * args.top_k);
   }

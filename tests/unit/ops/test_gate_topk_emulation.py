@@ -55,6 +55,18 @@ def test_rows_of_x_and_of_the_gate_may_lie_apart(gate_emulator: ModuleType):
     assert_gated(run(gate_emulator, make_gate_case(6, 20, 80, padding=24, top_k=5)))
 
 
+@pytest.mark.parametrize("rule", ["qwen3", "deepseek-v3"])
+def test_padding_goes_to_no_expert(gate_emulator: ModuleType, rule):
+    experts, options = RULES[rule]
+    call = make_gate_case(19, experts, 64, cluster_blocks=4, **options)
+    run(gate_emulator, call)
+    _, ids, weights = results(call)
+    padding = torch.arange(19) % 5 > 2
+    run(gate_emulator, poisoned(call)._replace(is_padding=padding))
+    assert torch.equal(call.topk_ids, ids.masked_fill(padding[:, None], -1))
+    assert torch.equal(call.topk_weights, weights.masked_fill(padding[:, None], 0))
+
+
 def test_equal_logits_go_to_the_lowest_ids(gate_emulator: ModuleType):
     call = make_gate_case(2, 128, 64, top_k=5)
     call.gate.copy_(call.gate[:1].expand(128, -1))
