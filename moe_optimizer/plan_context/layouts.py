@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NoReturn
 
 from moe_optimizer.costs.weights import DTYPE_BYTES
-from moe_optimizer.errors import GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank
-from moe_optimizer.layouts.serving import Prediction
+from moe_optimizer.layouts.serving import Prediction, memory_of
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
+from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
@@ -18,6 +20,7 @@ from moe_optimizer.plan_context.expert_kernel import has_gpt_oss_experts, why_mo
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
+from moe_optimizer.specs.quantity import bytes_in_words
 
 _SHOWN = 5
 _DIGITS = 4
@@ -34,7 +37,7 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     Raises:
         GoalMissedError: layouts fit, and none keeps the limits; the nearest is named.
         InputError: the pinned layout is none.
-        UnsupportedError: the pinned layout is none of those that the model and the machines allow.
+        UnsupportedError: the pinned layout is none of those that the model and the machines allow, or does not fit.
     """
     pinned = ctx.request.layout
     layout = None if pinned is None else parse_layout(pinned)
@@ -52,7 +55,7 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
             raise
         return None
     if layout is not None:
-        _check_pinned(ctx, layout, ranking)
+        _check_pinned(ctx, layout, ranking, question)
     if not ranking.within and not ranking.beyond:
         return None
     if not ranking.within and layout is None:
@@ -210,18 +213,30 @@ def _is_on(ctx: PlanContext, *passes: str) -> bool:
     return any(ctx.wish(name)[0] is Wish.ON for name in passes)
 
 
-def _check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking) -> None:
+def _check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking, question: LayoutQuestion) -> None:
     if ranking.within or ranking.beyond:
         return
     there = ctx.num_gpus * ctx.request.num_nodes
     if layout.num_devices > there:
         raise UnsupportedError(f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}")
     if ranking.do_not_fit:
-        return  # the memory plan refuses it, and says what is missing
+        _refuse_too_large(ctx, layout, memory_of(question, layout))
     raise UnsupportedError(
         f"--layout {layout.name}: {ctx.model.name} does not divide so over {ctx.request.num_nodes} x {ctx.num_gpus} "
         "GPUs",
         hint="leave it out: the dry run lists the layouts that are possible",
+    )
+
+
+def _refuse_too_large(ctx: PlanContext, layout: Layout, memory: MemoryPlan) -> NoReturn:
+    work = memory.activation_bytes + memory.workspace_bytes
+    sizes = (memory.weight_bytes, work, memory.budget_bytes, memory.total_bytes)
+    weights, worked, budget, total = map(bytes_in_words, sizes)
+    least = "" if memory.min_devices is None else f"it fits {memory.min_devices} GPUs that share it; "
+    raise DoesNotFitError(
+        f"--layout {layout.name}: {ctx.model.name} does not fit: each GPU needs {weights} of weights and {worked} to "
+        f"work in, and may use {budget} of {total}",
+        hint=f"{least}leave --layout out: the dry run lists the layouts that are possible",
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.errors import ExitCode, GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.errors import DoesNotFitError, ExitCode, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
@@ -109,6 +109,13 @@ def test_limits_that_a_layout_keeps_are_kept():
 def test_a_layout_that_cannot_be_is_refused(changes, error):
     with pytest.raises(error):
         planned(**changes)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1pd"])
+def test_a_pinned_layout_that_does_not_fit_is_refused_and_no_other_is_served(layout):
+    with pytest.raises(DoesNotFitError, match=f"--layout {layout}.*93.4 GB") as caught:
+        make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), layout=layout))
+    assert "2 GPUs" in (caught.value.hint or "")
 
 
 def test_on_the_cpu_nothing_is_predicted_and_nothing_can_be_pinned():
