@@ -15,10 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,12 @@ sys.path.insert(0, str(ROOT))
 from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
+from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import parse_layout  # noqa: E402
+from moe_optimizer.specs.model import ModelSpec  # noqa: E402
 from tests.builders import qwen3_30b_a3b  # noqa: E402
 
 PAGE = ROOT / "docs" / "model_error.md"
@@ -49,6 +54,7 @@ SIDES = {
     "conservative": {},
     "aggressive": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True, "kv_bits": 8},
 }
+QWEN3_30B = "qwen3_moe"
 _TRIAL = "an independent trial"
 LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
 FITTED = {
@@ -57,6 +63,7 @@ FITTED = {
 """Cases that a constant was read from; the errors of all others are of predictions."""
 SETTLED = 0.05
 """As in benchmarks/serving/closed_loop.py: what tokens/s may rise from one round to the next of a warm server."""
+_EXPERTS, _REPLICAS = "parallelism: experts instead of slices", "replicas instead of slices"
 PAIRS = {
     "stock": {
         "flash_dmoe": "flash_dmoe",
@@ -66,16 +73,17 @@ PAIRS = {
     },
     "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
     "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
-    "slices": {"experts": "parallelism: experts instead of slices", "replicas": "replicas instead of slices"},
+    "slices": {"experts": _EXPERTS, "replicas": _REPLICAS},
+    "tp2": {"tp2ep": _EXPERTS, "tp1x2": _REPLICAS, "tp1dp2ep": "parallelism: copies with experts instead of slices"},
 }
 """Side without a pass -> sides of the same record with it -> the pass. The passes that `balanced` adds beside our
 kernel change nothing that the model holds.
 """
 _HEAD = """# How wrong the predictions are
 
-Written by `scripts/model_error.py` from the records named below: Qwen3-30B-A3B with random weights (so even routing),
-vLLM 0.26, closed loops. Error: predicted over measured, less one. A case in italics gave a constant of the model and is
-left out of the means. How a prediction is made: [layouts](layouts.md).
+Written by `scripts/model_error.py` from the records named below: random weights (so even routing), of Qwen3-30B-A3B
+where the record's name says no other model, vLLM 0.26, closed loops. Error: predicted over measured, less one. A case
+in italics gave a constant of the model and is left out of the means. How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
@@ -102,6 +110,8 @@ class Load:
     tokens_per_s: float | None
     why_no_rate: str = ""
     """Why the rate is not judged."""
+    model: str = QWEN3_30B
+    """A published configuration (tests/data/model_configs)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +227,8 @@ def served_loads() -> Iterator[Load]:
         if "layouts" in record and "workload" in record:
             lengths = (record["workload"]["input_tokens"], record["workload"]["output_tokens"])
             for layout, found in record["layouts"].items():
-                yield from (_bench_load(path.stem, layout, layout, load, lengths) for load in found["loads"])
+                loads = (_bench_load(path.stem, layout, layout, load, lengths) for load in found["loads"])
+                yield from (dataclasses.replace(load, model=record.get("model", QWEN3_30B)) for load in loads)
         elif not path.stem.endswith(("served", "layouts")):
             continue
         elif isinstance(record["sides"], list):
@@ -273,7 +284,7 @@ def _question(load: Load) -> LayoutQuestion:
     fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES.get(load.side, {})}
     kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
-        model=qwen3_30b_a3b(), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
+        model=_model(load.model), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
         max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=load.input_tokens + load.output_tokens,
         expert_bits=fields["expert_bits"], linear_bits=fields["linear_bits"], kv_bits=kv_bits,
     )  # fmt: skip
@@ -283,6 +294,16 @@ def _question(load: Load) -> LayoutQuestion:
         input_tokens=load.input_tokens, output_tokens=load.output_tokens, max_running=1024, even_routing=True,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
+
+
+@cache
+def _model(name: str) -> ModelSpec:
+    """Return a published model as it is inspected."""
+    if name == QWEN3_30B:
+        return qwen3_30b_a3b()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "tests" / "data" / "model_configs" / f"{name}.json", Path(folder) / "config.json")
+        return ModelInspector().inspect(Path(folder))
 
 
 def page(found: list[Case]) -> str:

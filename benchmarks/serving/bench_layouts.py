@@ -2,7 +2,10 @@
 
     python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--layouts tp2,tp1x2,tp1dp2ep,tp2ep]
         [--clients 1,16,128,512] [--total-s 540] [-- further vllm serve arguments]
+    python benchmarks/serving/bench_layouts.py --shape mixtral --out FILE
     python benchmarks/serving/bench_layouts.py --model DIR --dry-run h100_sxm
+
+--shape takes a published configuration (tests/data/model_configs) with random weights instead of a model's folder.
 
 Each layout is served and loaded by `moe-optimizer bench`, one after the other. The record is written after each: a run
 that is cut keeps what it has, of a layout that failed or took too long the loads that it answered, and the same command
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.serving.dummy_model import published_shapes, write_published_shape  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.measure.bench.result import Limits, load_result  # noqa: E402
 from moe_optimizer.measure.bench.samples import read_samples  # noqa: E402
@@ -49,7 +53,11 @@ STOP_S = 60.0
 def main() -> int:
     """Measure each layout and write the record."""
     parser = parser_of(__doc__, commit=True)
-    parser.add_argument("--model", required=True)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model")
+    model.add_argument(
+        "--shape", choices=published_shapes(), metavar="NAME", help="a published one, for example mixtral"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layouts", default="tp2,tp1x2,tp1dp2ep,tp2ep")
     parser.add_argument("--clients", default="1,16,128,512")
@@ -64,13 +72,25 @@ def main() -> int:
     parser.add_argument("--dry-run", metavar="HARDWARE", help="start nothing; predict for this entry of the catalog")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at:]
-    layouts = options.layouts.split(",")
-    if options.dry_run:
-        for number, layout in enumerate(layouts):
-            foresee(layout, number, options, vllm_args)
-        return 0
-    if options.out is None:
+    if options.out is None and not options.dry_run:
         parser.error("--out: expected a file for the record")
+    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
+        if options.shape:
+            options.model = str(write_published_shape(Path(folder) / options.shape, options.shape))
+            vllm_args = [*(vllm_args or ["--"]), "--load-format", "dummy"]
+        return foreseen(options, vllm_args) if options.dry_run else recorded(options, vllm_args)
+
+
+def foreseen(options: Any, vllm_args: list[str]) -> int:
+    """Print what would run."""
+    for number, layout in enumerate(options.layouts.split(",")):
+        foresee(layout, number, options, vllm_args)
+    return 0
+
+
+def recorded(options: Any, vllm_args: list[str]) -> int:
+    """Measure what the record does not have yet."""
+    layouts = options.layouts.split(",")
     end = time.monotonic() + options.total_s
     record = begun(options)
     for number, layout in enumerate(layouts):
@@ -90,6 +110,7 @@ def begun(options: Any) -> dict[str, Any]:
             options.commit,
         ),
         "environment": gpu_environment(),
+        "model": options.shape or Path(options.model).name,
         "workload": {
             "input_tokens": options.input_tokens,
             "output_tokens": options.output_tokens,
@@ -101,9 +122,11 @@ def begun(options: Any) -> dict[str, Any]:
     if not options.out.exists():
         return record
     found = json.loads(options.out.read_text(encoding="utf-8"))
-    for key in ("environment", "workload", "commit"):
-        if found[key] != record[key]:
-            raise SystemExit(f"{options.out}: {key}: got {found[key]}, expected {record[key]}\n\nhint: another --out")
+    for key in ("environment", "model", "workload", "commit"):
+        if found.get(key) != record[key]:
+            raise SystemExit(
+                f"{options.out}: {key}: got {found.get(key)}, expected {record[key]}\n\nhint: another --out"
+            )
     return found
 
 
@@ -203,11 +226,15 @@ def foresee(layout: str, number: int, options: Any, vllm_args: list[str]) -> Non
         asked = [options.model, *common(layout, number, options), *lengths, *machine, "--clients", clients, *vllm_args]
         done = subprocess.run([*COMMAND, "plan", *asked], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{layout}: {done.stderr}")
+            print(f"  {done.stderr.strip()}")
+            return
         plan = json.loads(done.stdout)
         if clients == options.clients.split(",")[0]:
             servers = plan["group"]["servers"] if plan["group"] else [plan]
             print(*(f"  vllm serve {' '.join(server['serve_args'])}" for server in servers), sep="\n")
+        if plan["layouts"] is None:
+            print("  does not fit")
+            return
         found = plan["layouts"]["estimates"][0]
         print(f"  {clients:>5} clients: TPOT {found['tpot_ms']} ms, {found['tokens_per_s']} tokens/s")
 

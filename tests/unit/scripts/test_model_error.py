@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
@@ -44,3 +45,24 @@ def test_what_a_pass_gains_is_compared_with_the_same_load_without_it(cases):
     sides = {(case.load.record, case.load.side, case.load.clients): case for case in cases}
     base, fp8 = (sides["2026-11-21_h200_served", side, 8] for side in ("stock", "fp8"))
     assert base.load.tpot_ms / fp8.load.tpot_ms in [each.measured for each in model_error.by_pass(cases)["fp8"]]
+
+
+def test_a_record_of_layouts_is_predicted_for_its_own_model_and_layout(tmp_path, monkeypatch):
+    load = {
+        "clients": 16, "completed": 32, "rounds": 2, "tpot_ms": {"median": 20.0}, "output_tokens_per_s": 700.0,
+    }  # fmt: skip
+    record = {
+        "workload": {"input_tokens": 512, "output_tokens": 128},
+        "layouts": {layout: {"loads": [load]} for layout in ("tp2", "tp1dp2ep")},
+    }
+    for name, model in (("qwen", {}), ("mixtral", {"model": "mixtral"})):
+        (tmp_path / f"2026-11-25_h100_x2_{name}.json").write_text(json.dumps(record | model))
+    monkeypatch.setattr(model_error, "RECORDS", tmp_path)
+    found = {(case.load.record, case.load.layout): case for case in model_error.cases()}
+    mixtral, qwen = (found[f"2026-11-25_h100_x2_{name}", "tp2"] for name in ("mixtral", "qwen"))
+    # 12.9 billion parameters are used by a token, against 3.3: far more bytes for each step.
+    assert mixtral.prediction.tpot_ms > 1.5 * qwen.prediction.tpot_ms
+    copies = found["2026-11-25_h100_x2_mixtral", "tp1dp2ep"].prediction
+    assert (copies.layout.data_parallel_size, copies.layout.expert_parallel) == (2, True)
+    gains = model_error.by_pass(list(found.values()))
+    assert len(gains["parallelism: copies with experts instead of slices"]) == 2
