@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_optimizer.costs.expert_imbalance import rank_imbalance
 from moe_optimizer.costs.roofline import expected_experts_hit, peak_flops
@@ -94,11 +94,7 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
     """Return what computes the times of a layout's experts."""
     model, devices = question.model, layout.devices_of_stage
     whole = layout.expert_parallel and devices > 1
-    ours = question.our_kernels and layout.data_parallel_size == 1
-    undivided = None
-    if devices > 1:
-        undivided = expert_times(question, Layout())
-        undivided = None if undivided.table is None else replace(undivided, ours=ours)
+    undivided = expert_times(question, Layout()) if devices > 1 else None
     shape = LayerShape(
         hidden_size=model.expert_hidden_size,
         intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
@@ -112,9 +108,8 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         num_ranks=devices if whole else 1,
         imbalance=_imbalance(question, devices) if whole else 1.0,
         table=_table(question, shape),
-        whole_layer=undivided,
-        # Our kernels do not run under data parallelism.
-        ours=ours,
+        whole_layer=undivided if undivided is not None and undivided.table is not None else None,
+        ours=question.our_kernels,
     )
 
 

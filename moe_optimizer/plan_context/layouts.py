@@ -180,7 +180,7 @@ def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
     if "--enable-expert-parallel" in ctx.pinned:
         experts = Wish.ON if ctx.pinned.is_on("--enable-expert-parallel") else Wish.OFF
     needs_experts = experts is Wish.ON or _is_on(ctx, "expert_placement", "dual_batch_overlap")
-    needs_one_copy = _is_on(ctx, "flash_dmoe", "expert_load")
+    needs_one_copy = _is_on(ctx, "expert_load")
     several = layout.replicas > ctx.request.num_nodes
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
     piped, machines = layout.pipeline_parallel_size, -(-layout.devices_of_stage // ctx.num_gpus)

@@ -169,6 +169,12 @@ def test_a_measured_load_of_the_experts_changes_the_predicted_step():
     assert steps[1] > 1.02 * steps[0]
 
 
+def test_our_kernels_by_flag_leave_the_copies_that_are_asked_for():
+    copies = profile_with(passes={"parallelism": {"data_parallel_size": 4}})
+    plan = planned(4, profile=copies, wishes=resolve_wishes(["flash_dmoe"], []))
+    assert choice_of(plan).layout.data_parallel_size == 4
+
+
 def test_sizes_after_the_dashes_are_kept():
     plan = planned(vllm_args=("--tensor-parallel-size", "2"))
     assert choice_of(plan).layout.tensor_parallel_size == 2
