@@ -72,6 +72,8 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSid
     request.claim_folder()
     plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
     todo = [start for start in plan if not _is_measured(request, start)]
+    for start in todo:
+        _forget_halves(request, start)
     pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
     for start in todo:
         _measure(request, start, pace, on_step)
@@ -81,6 +83,20 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSid
 def _is_measured(request: BenchRequest, start: Start) -> bool:
     files = [request.samples_path(turn) for turn in start.turns]
     return all(path.exists() for path in (*files, *(start_path(request.folder, key) for key in start.keys)))
+
+
+def _forget_halves(request: BenchRequest, start: Start) -> None:
+    """Forget what a stopped run measured of servers that are started again and would not count beside what comes.
+
+    It was another process that was warmed up, and a pair of rounds is compared because both were measured at one time.
+    A server that is named by its URL still is the one that it was, and has the prompts in its cache.
+    """
+    if any(request.sides[side].url for side in start.sides):
+        return
+    halves = {(turn.load, turn.repetition) for turn in _missing(request, start.turns) if turn.counted}
+    for turn in start.turns:
+        if not turn.counted or (turn.load, turn.repetition) in halves:
+            request.samples_path(turn).unlink(missing_ok=True)
 
 
 def _missing(request: BenchRequest, turns: Sequence[Turn]) -> list[Turn]:

@@ -150,6 +150,41 @@ def test_compiling_in_the_warm_up_spoils_nothing(sender: Sender, asked: BenchReq
     assert bench(asked).sides[0].loads[0].discarded == 0
 
 
+@pytest.mark.parametrize(("started", "sent"), [(True, (2, 4, 4)), (False, (1, 3, 4))])
+def test_a_run_that_goes_on_warms_up_what_it_starts_and_measures_its_pairs_whole(
+    started: bool, sent: tuple[int, int, int], sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    if started:
+        asked = _with_servers_of_its_own(asked, monkeypatch)
+    sender.after = stop
+    with pytest.raises(KeyboardInterrupt):
+        bench(asked)
+    sender.after = lambda: None
+    (asked.folder / "side-1_2-clients_2.json").unlink()
+    bench(asked)
+    warm_ups, ours, theirs = sent
+    assert {title: len(rounds) for title, rounds in sender.sent.items()} == {
+        "ours: 2 clients, warm-up": warm_ups, "theirs: 2 clients, warm-up": warm_ups,
+        "ours: 2 clients": ours, "theirs: 2 clients": theirs,
+    }  # fmt: skip
+
+
+def _with_servers_of_its_own(asked: BenchRequest, monkeypatch: pytest.MonkeyPatch) -> BenchRequest:
+    """Return the same request to servers that it starts by plans: stand-ins at the URLs."""
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    urls = {side.name: side.url for side in asked.sides}
+
+    @contextlib.contextmanager
+    def opened(side: Side, **how: Any) -> Iterator[RunningSide]:
+        yield ask(str(urls[side.name]))
+
+    monkeypatch.setattr(run, "opened", opened)
+    return dataclasses.replace(asked, sides=tuple(Side(name=side.name, plan=plan) for side in asked.sides))
+
+
 def test_a_server_that_is_gone_at_the_end_has_no_result(sender: Sender, asked: BenchRequest) -> None:
     with paper_server() as third:
         gone = dataclasses.replace(asked, sides=(asked.sides[0], Side(name="gone", plan=None, url=third.base_url)))
