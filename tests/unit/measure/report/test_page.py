@@ -10,6 +10,7 @@ import pytest
 
 from moe_optimizer.measure.report.inputs import Inputs
 from moe_optimizer.measure.report.page import render_page
+from moe_optimizer.measure.tune.ledger import NearestMiss
 from tests.builders.quality import failure, quality_result
 from tests.builders.reports import full_inputs
 from tests.builders.results import bench_result
@@ -141,6 +142,21 @@ def test_text_of_a_result_is_never_markup():
 def test_the_command_can_be_pasted_into_a_shell():
     bench = bench_result(command=("moe-optimizer", "bench", "a model", "--profile", "balanced"))
     assert "moe-optimizer bench &#39;a model&#39; --profile balanced" in render_page(Inputs(bench=bench))
+
+
+def test_a_tuning_shows_how_it_ended_what_it_missed_and_its_command():
+    tuning = full_inputs().tuning
+    assert tuning is not None
+    miss = NearestMiss(what="without <fp8>", score=1.25, figures={"ttft_p99_ms": 250.0})
+    command = ("moe-optimizer", "tune", "a model", "--goal", "ttft<200ms")
+    missed = dataclasses.replace(tuning, met=False, nearest_miss=miss, ended="budget", command=command)
+    page = render_page(Inputs(tuning=missed))
+    shown = section(page, "tuning")
+    assert "1,100 of 1,200 s" in shown
+    assert "without &lt;fp8&gt;, 1.25 times" in shown
+    assert "ttft_p99_ms 250" in shown
+    assert "tune &#39;a model&#39; --goal &#39;ttft&lt;200ms&#39;" in section(page, "again")
+    assert "times the limit" not in section(render_page(Inputs(tuning=tuning)), "tuning")
 
 
 def test_verdicts_stand_first(page: str):
