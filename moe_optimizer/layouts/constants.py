@@ -50,7 +50,8 @@ HOST_SEQUENCE_US = 1.8
 """The same for each further sequence: (633 - 403) us / 127."""
 PROMPT_TOKEN_US = 5.4
 """Of each token of a prompt, what no part of its step accounts for: time to first token at one client, (81.7 - 60.0)
-ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. That slices share it is assumed."""
+ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. It is the same in BF16, FP8 and four bits, so no
+matrix explains it; a part is the tokenizer's. That slices share it is assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
     import torch
     import vllm
 
-    engine = _engine(request)
+    engine = engine_of(request.model, request.serve_args)
     profiles: list[StepProfile] = []
     for batch in request.batches:
         profiles.append(_profile(engine, batch, request))
@@ -86,7 +86,8 @@ def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
     )
 
 
-def _engine(request: StepsRequest) -> Any:
+def engine_of(model: str, serve_args: Sequence[str]) -> Any:
+    """Return vLLM's engine with the arguments of a server."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -95,7 +96,7 @@ def _engine(request: StepsRequest) -> Any:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:  # 0.26
         from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyrefly: ignore[missing-import]
-    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", request.model, *request.serve_args])
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *serve_args])
     return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
 
 
@@ -121,7 +122,7 @@ def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:
         for _ in range(request.steps):
             engine.step()
         torch.cuda.synchronize()
-    kernels = _kernels(profiler, request.steps)
+    kernels = kernel_times(profiler, request.steps)
     while engine.has_unfinished_requests():
         engine.step()
     return StepProfile(batch=batch, context=request.context, step_us=step_us, kernels=kernels)
@@ -158,7 +159,8 @@ def exclusive_us(launches: Iterable[tuple[str, float, float]]) -> dict[str, floa
     return times
 
 
-def _kernels(profiler: Any, steps: int) -> tuple[KernelTime, ...]:
+def kernel_times(profiler: Any, steps: int) -> tuple[KernelTime, ...]:
+    """Return the kernels of a profile of so many steps, the longest first."""
     launches = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
