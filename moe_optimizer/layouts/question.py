@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from moe_optimizer.costs.memory import MemoryRequest
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
 
 STEP_TOKENS = 8192
 """vLLM's own default of tokens in a step of a server on a GPU with much memory."""
+_MORE_THAN_ITS_SHARE = 1.25
+"""Chosen: requests are dealt in turns and differ in length, so an engine may have more of them than another."""
+
+
+def requests_of_engine(clients: int, layout: Layout) -> int:
+    """Return how many requests an engine of a layout should take at once where nobody has said it."""
+    if layout.num_engines == 1:
+        return clients
+    return min(clients, math.ceil(_MORE_THAN_ITS_SHARE * clients / layout.num_engines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +40,8 @@ class LayoutQuestion:
     """Clients of a closed loop, over all servers."""
     input_tokens: int
     output_tokens: int
-    max_running: int
-    """Most requests that an engine decodes at once (vLLM's --max-num-seqs)."""
+    max_running: int | None
+    """Most requests that an engine decodes at once (vLLM's --max-num-seqs); None: see `requests_of_engine`."""
     step_tokens: int = STEP_TOKENS
     expert_bits: float
     linear_bits: float
@@ -45,6 +56,10 @@ class LayoutQuestion:
     """Whether the weights are random (--load-format dummy)."""
     placed: bool = False
     """Whether the experts will be placed by that load; else they lie in their order."""
+
+    def most_running(self, layout: Layout) -> int:
+        """Return the most requests that an engine of a layout decodes at once."""
+        return requests_of_engine(self.clients, layout) if self.max_running is None else self.max_running
 
     @property
     def model(self) -> ModelSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from moe_optimizer.costs.comm import send_us
 from moe_optimizer.costs.memory import kv_bytes_per_token, plan_memory
 from moe_optimizer.layouts.constants import REQUEST_US
-from moe_optimizer.layouts.question import LayoutQuestion
+from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.layout import Layout
@@ -42,9 +42,13 @@ class Prediction:
 
 def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
     """Return the memory of one GPU of a layout."""
+    sequences = question.memory.max_num_seqs
+    if question.max_running is None:
+        sequences = min(question.most_running(layout), STEP_TOKENS)
     return plan_memory(
         replace(
             question.memory,
+            max_num_seqs=sequences,
             num_devices=layout.tensor_parallel_size,
             data_parallel_size=layout.data_parallel_size,
             expert_parallel=layout.expert_parallel,
@@ -55,12 +59,11 @@ def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
 
 def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Prediction:
     """Return what a layout that fits does."""
-    writers = 1 if layout.disaggregated else layout.replicas
-    engines = writers * layout.data_parallel_size
+    engines = layout.num_engines
     clients = math.ceil(question.clients / engines)
     prompt, answer = question.input_tokens, question.output_tokens
     begun, half, ended = (max(1, memory.kv_tokens // (prompt + written)) for written in (0, answer // 2, answer))
-    most = min(clients, question.max_running)
+    most = min(clients, question.most_running(layout))
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
     loop = _Loop(question, StepModel(question, layout), running, dropped)

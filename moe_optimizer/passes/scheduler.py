@@ -92,7 +92,8 @@ def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:
         return given, "given after --", ()
     batch = ctx.workload.batch_size
     if tokens is None or batch <= tokens:
-        return batch, "from the batch size", ()
+        of_clients = ctx.batch_is_of_clients and batch < ctx.clients
+        return batch, f"its share of {ctx.clients} clients" if of_clients else "from the batch size", ()
     why = f"because a step of {tokens} tokens holds no more"
     return tokens, why, (f"{tokens} requests at once instead of {batch}, {why}",)
 

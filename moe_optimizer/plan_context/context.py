@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
+from moe_optimizer.layouts.question import requests_of_engine
 from moe_optimizer.layouts.search import Goal, Limits
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice
@@ -79,6 +80,12 @@ class PlanContext:
         return self.request.clients or self.profile.workload.clients or self.workload.batch_size
 
     @property
+    def batch_is_of_clients(self) -> bool:
+        """Whether nobody said how many requests a server takes at once, only how many clients there are."""
+        request = self.request
+        return bool(request.clients) and request.batch_size is None and not request.vllm_args.count("--max-num-seqs")
+
+    @property
     def limits(self) -> Limits:
         """What the layout must keep: a flag or variable, else the profile's."""
         asked, stated = self.request, self.profile.workload
@@ -113,9 +120,13 @@ class PlanContext:
         """Return the context for the chosen layout; over several machines each may be divided between servers."""
         nodes = self.request.num_nodes
         servers = 1 if choice is None or nodes == 1 else max(1, choice.layout.replicas // nodes)
+        workload = self.workload
+        if choice is not None and self.batch_is_of_clients:
+            workload = dataclasses.replace(workload, batch_size=requests_of_engine(self.clients, choice.layout))
         return dataclasses.replace(
-            self, layout_choice=choice, num_gpus=self.num_gpus // servers, num_servers=self.num_servers * servers
-        )
+            self, layout_choice=choice, num_gpus=self.num_gpus // servers, num_servers=self.num_servers * servers,
+            workload=workload,
+        )  # fmt: skip
 
     def with_decision(self, decision: Decision) -> PlanContext:
         """Return the context for the passes after `decision`."""

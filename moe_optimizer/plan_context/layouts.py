@@ -119,7 +119,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         clients=ctx.clients,
         input_tokens=ctx.workload.input_tokens,
         output_tokens=ctx.workload.output_tokens,
-        max_running=ctx.workload.batch_size,
+        max_running=None if ctx.batch_is_of_clients else ctx.workload.batch_size,
         expert_bits=expert_bits,
         linear_bits=linear_bits,
         weights=_stored_experts(ctx, converted),

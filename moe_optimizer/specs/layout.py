@@ -43,6 +43,11 @@ class Layout:
         return 2 if self.disaggregated else self.replicas
 
     @property
+    def num_engines(self) -> int:
+        """Copies of all servers that write answers, each with requests of its own."""
+        return self.data_parallel_size * (1 if self.disaggregated else self.replicas)
+
+    @property
     def num_devices(self) -> int:
         """GPUs of all servers."""
         return self.devices_of_server * self.num_servers

@@ -175,6 +175,28 @@ def test_our_kernels_by_flag_leave_the_copies_that_are_asked_for():
     assert choice_of(plan).layout.data_parallel_size == 4
 
 
+def test_a_server_takes_its_share_of_the_clients_and_a_quarter_more():
+    plan = planned(clients=1024, goal="throughput")
+    engines = servers_of(plan) * plan.parallelism.data_parallel_size
+    assert engines > 1
+    assert plan.workload.batch_size == 1280 // engines
+    assert planned(layout="tp8", clients=1024).workload.batch_size == 1024
+    assert planned(clients=1024, goal="throughput", batch_size=900).workload.batch_size == 900
+
+
+def test_512_gpus_are_planned_as_they_are_predicted_and_by_a_measured_load():
+    model = deepseek_v3()
+    asked = {"num_nodes": 64, "num_gpus": 512, "clients": 32768, "goal": "throughput"}
+    plan = make_plan(request(model, gpus("h200", 8), **asked))
+    choice = choice_of(plan)
+    assert (plan.num_gpus, plan.parallelism.replicas) == (512, choice.layout.replicas)
+    whole = [
+        choice_of(make_plan(request(model, gpus("h200", 8), expert_load=load, layout="tp1dp8epx64", **asked)))
+        for load in (placement_load(model, skew=0.0), placement_load(model, skew=2.0))
+    ]
+    assert whole[1].estimate.tpot_ms > 1.02 * whole[0].estimate.tpot_ms
+
+
 def test_sizes_after_the_dashes_are_kept():
     plan = planned(vllm_args=("--tensor-parallel-size", "2"))
     assert choice_of(plan).layout.tensor_parallel_size == 2
