@@ -61,6 +61,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write what was seen as JSON")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, more = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    if Path(options.model).is_dir():
+        options.model = str(Path(options.model).resolve())
     deadline = time.monotonic() + options.limit_s - STOP_S
     with tempfile.TemporaryDirectory(prefix="ray-nodes-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -91,7 +93,7 @@ def run(
     plan = planned(options, more, folder)
     text = render_machines(plan)
     print(text, flush=True)
-    address = options.address or socket.gethostbyname(socket.gethostname())
+    address = options.address or own_address()
     head, other, serve = (substituted(block, address, folder) for block in blocks(text))
     begun = time.monotonic()
     for node in range(options.nodes):
@@ -129,6 +131,14 @@ def run(
         "table": [[str(cell) for cell in (row.pass_name, row.applied, row.ran, row.why_not)] for row in outcome.rows],
         "missing": list(outcome.missing),
     }
+
+
+def own_address() -> str:
+    """Return what this host's name stands for, or the loopback address where it stands for nothing."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def planned(options: Any, more: list[str], folder: Path) -> Plan:
