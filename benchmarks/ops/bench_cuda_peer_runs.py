@@ -117,7 +117,7 @@ def timed(run: Run, options: argparse.Namespace, deadline: float) -> tuple[list[
     if not why:
         why = run_one(run, options, folder, min(options.limit_s, left))
     rows = rows_of((peer, shape, dtype, why), tokens, folder)
-    for row in rows:
+    for row in rows if any("sides" in row for row in rows) else rows[:1]:
         print(described(row), flush=True)
     facts = folder / "facts.json"
     return rows, json.loads(facts.read_text()) if facts.is_file() else {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -56,7 +57,7 @@ def main() -> int:
     given = os.environ.get("CPATH")
     include = os.pathsep.join([*([given] if given else []), *cublas_headers()])
     subprocess.run(
-        ["ninja", "-f", str(spec.ninja_path), "-j", str(options.jobs), *map(str, objects)],
+        [*ninja(), "-f", str(spec.ninja_path), "-j", str(options.jobs), *map(str, objects)],
         check=True, cwd=spec.ninja_path.parent, env={**os.environ, "CPATH": include},
     )  # fmt: skip
     library = Path(env.FLASHINFER_AOT_DIR) / spec.name / f"{spec.name}.so"
@@ -74,6 +75,12 @@ def is_needed(source: Path, formats: list[str]) -> bool:
         return True
     text = source.read_text()
     return any(sign in text for name in formats for sign in INSTANTIATED.get(name, ()))
+
+
+def ninja() -> list[str]:
+    """The command, or the module that pip installed without one."""
+    found = shutil.which("ninja")
+    return [found] if found else [sys.executable, "-m", "ninja"]
 
 
 def packages() -> Path:
