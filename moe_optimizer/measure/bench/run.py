@@ -10,8 +10,10 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib import metadata
+from typing import Any
 
 from moe_optimizer import __version__
 from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
@@ -34,6 +36,8 @@ _ATTEMPTS = 3
 """Chosen: at a round. What the first needed is in the caches for the second."""
 
 OnStep = Callable[[float, str], None]
+Stopping = Callable[[], AbstractContextManager[Any]]
+"""Makes the block in which servers are stopped that have answered everything."""
 
 
 def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
@@ -64,8 +68,14 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
     return result
 
 
-def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSide]:
+def measure_sides(
+    request: BenchRequest, *, on_step: OnStep, stopping: Stopping = contextlib.nullcontext
+) -> list[MeasuredSide]:
     """Measure all sides under all loads, and return the samples of each.
+
+    Args:
+        request, on_step: as of `run_bench`.
+        stopping: what servers are stopped in, once all that was to be measured with them is.
 
     Raises: as `run_bench`.
     """
@@ -76,7 +86,7 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSid
         _forget_halves(request, start)
     pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
     for start in todo:
-        _measure(request, start, pace, on_step)
+        _measure(request, start, pace, on_step, stopping)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
@@ -107,11 +117,11 @@ def _kinds(turns: Sequence[Turn]) -> list[str]:
     return [str(turn.load) for turn in turns]
 
 
-def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep) -> None:
+def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, stopping: Stopping) -> None:
     """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
     names = " and ".join(request.sides[side].name for side in start.sides)
     on_step(pace.begin(Pace.START), f"starting {names}")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stops, contextlib.ExitStack() as stack:
         up = {
             side: stack.enter_context(_opened(request, side, key))
             for side, key in zip(start.sides, start.keys, strict=True)
@@ -120,6 +130,7 @@ def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep) -
         for side in start.sides:
             up[side].check_alive(request.sides[side].name)
         facts = {key: up[side].facts() for side, key in zip(start.sides, start.keys, strict=True)}
+        stops.enter_context(stopping())
         ended = time.monotonic()
     stop_s = time.monotonic() - ended
     for key, each in facts.items():

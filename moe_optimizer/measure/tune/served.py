@@ -68,6 +68,7 @@ class ServedMeasure:
     ) -> None:
         self._side_of, self._template, self._goal = side_of, template, goal
         self._judge, self._journal, self._on_step = judge, journal, on_step
+        self._armed = False
         self._plans: dict[Candidate, Plan | MoeOptimizerError] = {}
 
     def why_not(self, candidate: Candidate) -> str:
@@ -118,7 +119,8 @@ class ServedMeasure:
         )
 
         def measure() -> Outcome:
-            first, second = (self._trial(each, request) for each in measure_sides(request, on_step=self._progress))
+            sides = measure_sides(request, on_step=self._progress, stopping=self._stopping)
+            first, second = (self._trial(each, request) for each in sides)
             return Outcome(ours=first, theirs=second)
 
         return self._within_budget(measure)
@@ -138,7 +140,7 @@ class ServedMeasure:
             # Samples of a server that was stopped in the middle are of another start.
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                (side,) = measure_sides(request, on_step=watch)
+                (side,) = measure_sides(request, on_step=watch, stopping=self._stopping)
             except _HopelessError:
                 scores = tuple(self._goal.score(each) for each in _repetitions(request))
                 return Outcome(ours=Trial(scores=scores), pruned=True)
@@ -161,15 +163,37 @@ class ServedMeasure:
         return Trial(scores=tuple(map(self._goal.score, repetitions)), figures=figures(repetitions))
 
     def _progress(self, share: float, text: str) -> None:
+        if not self._armed:
+            self._arm()
         self._on_step(self._journal.share, f"{text} ({share:.0%})")
 
     def _within_budget(self, measure: Callable[[], Outcome]) -> Outcome:
         """Measure within what is left of the budget; a failure is a result."""
+        before = signal.signal(signal.SIGALRM, _expire)
         try:
-            with _deadline(self._journal.left_s - self._stopping_s()):
-                return measure()
+            self._arm()
+            return measure()
         except MoeOptimizerError as error:
             return Outcome(failed=" ".join(str(error).split())[:300])
+        finally:
+            self._disarm()
+            signal.signal(signal.SIGALRM, before)
+
+    def _arm(self) -> None:
+        """Raise `BudgetSpentError` once the budget is spent but for a stop of servers. Call this in the main thread."""
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._journal.left_s - self._stopping_s()))
+        self._armed = True
+
+    def _disarm(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._armed = False
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Let servers stop whose measurement is complete: cut off now, it would be lost. The next start arms again."""
+        if self._armed:
+            self._disarm()
+        yield
 
     def _stopping_s(self) -> float:
         """Return what is kept of the budget to stop the servers of a measurement.
@@ -198,17 +222,5 @@ def _repetitions(request: BenchRequest) -> list[list[RoundSamples]]:
     return found
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `BudgetSpentError` in the block after so many seconds. Call this in the main thread."""
-
-    def expire(_number: int, _frame: FrameType | None) -> None:
-        raise BudgetSpentError
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _expire(_number: int, _frame: FrameType | None) -> None:
+    raise BudgetSpentError

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import Limits, MemoryUse
+from moe_optimizer.measure.bench.run import OnStep, Stopping
 from moe_optimizer.measure.bench.side import Side, StartFacts, start_path
+from moe_optimizer.measure.tune import served
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.served import ServedMeasure
-from moe_optimizer.measure.tune.trial import Candidate
+from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders.machines import cpu_machine
@@ -32,7 +36,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def judged(folder: Path, *, budget_s: float) -> None:
+def served_by(folder: Path, *, budget_s: float) -> ServedMeasure:
     template = BenchRequest(
         command=(), sides=(), workload_name="x", workload=None, repetitions=2, limits=Limits(),
         folder=folder, tokenizer="x", trust_remote_code=False, ready_timeout_s=1,
@@ -44,11 +48,14 @@ def judged(folder: Path, *, budget_s: float) -> None:
     def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), ()
 
-    measure = ServedMeasure(
+    return ServedMeasure(
         side_of=nobody, template=template, goal=parse_goal("latency"), judge=judge,
         journal=Journal(None, budget_s=budget_s), on_step=lambda share, text: None,
     )  # fmt: skip
-    assert not measure.judged(Candidate()).failed
+
+
+def judged(folder: Path, *, budget_s: float) -> None:
+    assert not served_by(folder, budget_s=budget_s).judged(Candidate()).failed
 
 
 @pytest.mark.parametrize(("budget_s", "kept_s"), [(1200.0, 2 * STOP_MARGIN_S), (100.0, 10.0)])
@@ -57,6 +64,24 @@ def test_before_any_server_has_stopped_there_is_time_to_kill_two(
 ) -> None:
     judged(tmp_path, budget_s=budget_s)
     assert limits[0] == budget_s - kept_s
+
+
+def test_a_stop_after_the_last_round_is_not_cut_off(
+    limits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(request: BenchRequest, *, on_step: OnStep, stopping: Stopping) -> list[Any]:
+        on_step(0.0, "starting")
+        with stopping():
+            limits.append(-1.0)
+        on_step(0.5, "starting again")
+        with stopping():
+            limits.append(-1.0)
+        raise ServerFailedError("what comes of it is of no matter here")
+
+    monkeypatch.setattr(served, "measure_sides", measured)
+    assert served_by(tmp_path, budget_s=100.0).paired(Candidate(), STOCK).failed
+    # Armed, off while servers stop, armed for the next start, off to the end.
+    assert limits == [90.0, 0, -1.0, 90.0, 0, -1.0, 0]
 
 
 def test_servers_have_the_time_to_stop_that_the_slowest_took(limits: list[float], tmp_path: Path) -> None:
