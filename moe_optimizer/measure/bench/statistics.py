@@ -17,6 +17,8 @@ CURVE_POINTS = 21
 """Of a distribution: one for every 5 % of its values."""
 _RESAMPLES = 2000
 _DRAWS = 1_000_000
+_FAR = 1000.0
+"""Chosen: no server is so much faster than another."""
 
 Word = Literal["faster", "slower", "no difference shown"]
 
@@ -95,6 +97,11 @@ def gain(
     low, high = math.exp(center - half), math.exp(center + half)
     word: Word = "faster" if low > least else "slower" if high < 1 / least else "no difference shown"
     return Gain(math.exp(center), low, high, word)
+
+
+def ratio_in_words(ratio: float) -> str:
+    """Return a ratio for a table; of one that few rounds leave open, its magnitude alone."""
+    return f"{ratio:.3f}" if ratio < _FAR else f"{ratio:.0e}"
 
 
 @functools.lru_cache

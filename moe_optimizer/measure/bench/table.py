@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
-from moe_optimizer.measure.bench.statistics import Spread
+from moe_optimizer.measure.bench.statistics import Spread, ratio_in_words
 from moe_optimizer.measure.bench.trace import Load
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -101,10 +101,10 @@ def _wrapped(text: str) -> Iterable[str]:
 
 
 def _sentence(verdict: Verdict) -> str:
-    interval = f"({verdict.low:.3f} to {verdict.high:.3f})"
+    interval = f"({ratio_in_words(verdict.low)} to {ratio_in_words(verdict.high)})"
     if verdict.verdict == "no difference shown":
         return f"no difference shown {interval}"
-    return f"{verdict.verdict}: {verdict.ratio:.3f}x {interval}"
+    return f"{verdict.verdict}: {ratio_in_words(verdict.ratio)}x {interval}"
 
 
 def _pair(spread: Spread | None) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.bench.side import STOCK
+from moe_optimizer.measure.bench.statistics import ratio_in_words
 from moe_optimizer.measure.quality.intervals import Estimate
 from moe_optimizer.measure.quality.table import failure_text, in_words
 from moe_optimizer.measure.report.heatmap import heatmap
@@ -64,6 +65,7 @@ def render_page(inputs: Inputs) -> str:
     environment.filters |= {
         "bytes": bytes_in_words,
         "number": _number,
+        "ratio": ratio_in_words,
         "gain": _gain,
         "shell": shlex.join,
         "estimate": _estimate,

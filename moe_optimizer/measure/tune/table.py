@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import get_args
 
+from moe_optimizer.measure.bench.statistics import ratio_in_words
 from moe_optimizer.measure.tune.ledger import Entry, Step, TuneResult
 
 _WIDTH = 80
@@ -37,8 +38,9 @@ def render(result: TuneResult) -> str:
 
 def _line(entry: Entry) -> str:
     gain = "-"
-    if entry.ratio is not None:
-        gain = f"{entry.ratio:.3f}x ({entry.low:.3f}-{entry.high:.3f})"
+    if entry.ratio is not None and entry.low is not None and entry.high is not None:
+        low, high = ratio_in_words(entry.low), ratio_in_words(entry.high)
+        gain = f"{ratio_in_words(entry.ratio)}x ({low}-{high})"
     elif entry.score is not None:
         gain = f"{entry.score:.4g}"
     against = f" against {entry.against}" if entry.against else ""

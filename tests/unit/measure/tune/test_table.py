@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_optimizer.measure.tune.ledger import Entry, TuneResult
 from moe_optimizer.measure.tune.table import render
 
@@ -23,6 +25,17 @@ RESULT = TuneResult(
 def test_the_time_of_each_step_is_shown() -> None:
     shown = " ".join(render(RESULT).split())
     assert "the budget was spent: 400 of 600 s (plan 100 s, ablation 180 s, else 120 s)" in shown
+
+
+def test_an_interval_that_few_rounds_leave_open_stays_in_its_column() -> None:
+    open_ended = Entry(
+        step="plan", what="the plan", against="x", kept=False, reason="y", ratio=1e5, low=1e-9, high=1e40
+    )
+    line = next(
+        each for each in render(dataclasses.replace(RESULT, entries=(open_ended,))).splitlines() if "e+" in each
+    )
+    assert line.index(" no ") < 38
+    assert "1e+40" in line
 
 
 def test_what_was_not_tried_is_shown_in_80_columns() -> None:
