@@ -73,9 +73,12 @@ class ServerProcess:
         """Ask it to stop, wait up to `grace_s` seconds or until `hurry` returns True, then kill what is left."""
         self.ask_to_stop()
         deadline = time.monotonic() + grace_s
-        while self.poll() is None and time.monotonic() < deadline and not hurry():
-            time.sleep(_POLL_S)
-        self.kill()
+        # A signal may end the wait: nothing is left then either.
+        try:
+            while self.poll() is None and time.monotonic() < deadline and not hurry():
+                time.sleep(_POLL_S)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """Kill every process of this server and wait until they are gone."""
