@@ -112,6 +112,12 @@ class Supervisor:
                 finally:
                     self._deployment.stop(hurry=lambda: len(stops) > 1, drain=self._ready and not self._hangs)
 
+    def ask_to_stop(self) -> None:
+        """Tell the server to end, and do not wait: the end of `started` does. A router's servers end with it."""
+        if self._deployment.router is None:
+            for server in self._deployment.servers:
+                server.ask_to_stop()
+
     @property
     def _asks_before_ready(self) -> bool:
         return self._warm_up_s > 0 or self._decode_check_s > 0

@@ -126,6 +126,8 @@ def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, s
             side: stack.enter_context(_opened(request, side, key))
             for side, key in zip(start.sides, start.keys, strict=True)
         }
+        for side in reversed(start.sides):
+            stack.callback(up[side].ask_to_stop)
         _send(request, start.turns, up, pace, on_step)
         for side in start.sides:
             up[side].check_alive(request.sides[side].name)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.files import read_text
 from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
-from moe_optimizer.launcher.launch import running
 from moe_optimizer.launcher.server_info import ServerInfo
+from moe_optimizer.launcher.supervisor import Supervisor
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 from moe_optimizer.measure.bench.gpu_counters import memory_bytes
 from moe_optimizer.measure.bench.memory_parts import memory_parts
@@ -112,6 +112,8 @@ class RunningSide:
     planned: MemoryPlan | None = None
     caches: Mapping[str, str] = field(default_factory=dict)
     """Variables with which it was started that name folders of compiled kernels."""
+    ask_to_stop: Callable[[], None] = lambda: None
+    """Tells it to end, and does not wait: several servers then end at the same time."""
 
     def check_alive(self, name: str) -> None:
         """Refuse to go on with a server that has ended or does not answer.
@@ -169,16 +171,12 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
     shown = () if changes else (*side.plan.plugin_decisions, *flag_decisions(side.plan))
     required = frozenset(decision.pass_name for decision in shown)
     begin = time.monotonic()
-    with (
-        changed_environment(changes),
-        running(
-            side.plan,
-            run_dir=run_dir,
-            require=required,
-            ready_timeout_s=ready_timeout_s,
-            warm_up_s=0.0 if changes else DEFAULT_LIMIT_S,
-        ) as info,
-    ):
+    with contextlib.ExitStack() as stack:
+        # The server's environment is made of this process's, with the server.
+        stack.enter_context(changed_environment(changes))
+        run = Supervisor(side.plan, run_dir, require=required, warm_up_s=0.0 if changes else DEFAULT_LIMIT_S)
+        stack.enter_context(run.started())
+        info = run.wait_until_ready(ready_timeout_s)
         yield RunningSide(
             base_url=info.base_url,
             model=info.model,
@@ -187,6 +185,7 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
             info=info,
             planned=side.plan.memory,
             caches=compile_caches(side.plan, os.environ),
+            ask_to_stop=run.ask_to_stop,
         )
 
 

@@ -105,6 +105,28 @@ def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchR
     assert {each.metric: each.verdict for each in result.verdicts}["tpot_ms"] == "faster"
 
 
+@pytest.mark.parametrize("ends", ["well", "early"])
+def test_servers_beside_each_other_stop_at_the_same_time(
+    ends: str, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def opened(side: Side, **how: Any) -> Iterator[RunningSide]:
+        found = ask(str(side.url))
+        try:
+            yield dataclasses.replace(found, ask_to_stop=lambda: seen.append(f"{side.name} is asked"))
+        finally:
+            seen.append(f"{side.name} has stopped")
+
+    monkeypatch.setattr(run, "opened", opened)
+    if ends == "early":
+        sender.after = lambda: sys.exit(1)
+    with contextlib.suppress(SystemExit):
+        bench(asked)
+    assert seen == ["ours is asked", "theirs is asked", "theirs has stopped", "ours has stopped"]
+
+
 def test_how_long_the_servers_took_to_stop_is_kept(
     sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

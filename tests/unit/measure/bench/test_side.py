@@ -1,0 +1,40 @@
+"""The servers of a benchmark, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_optimizer import env
+from moe_optimizer.launcher import deployment
+from moe_optimizer.measure.bench.side import STOCK, Side, opened
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
+from tests.eventually import eventually, is_running
+from tests.free_ports import free_port
+
+FAKE = Path(__file__).resolve().parents[3] / "unit" / "launcher" / "fake_server.py"
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Side:
+    command = [sys.executable, str(FAKE)]
+    monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port")])
+    return Side(name=STOCK, plan=make_plan(request(tiny_moe(), cpu_machine(), port=free_port())))
+
+
+def test_stock_vllm_has_the_kill_switch_in_its_environment(side: Side, tmp_path: Path) -> None:
+    with opened(side, run_dir=tmp_path, ready_timeout_s=60.0) as server:
+        assert server.info is not None
+        assert psutil.Process(server.info.pid).environ()[env.DISABLE] == "1"
+
+
+def test_a_server_that_is_asked_to_stop_ends_before_the_block_does(side: Side, tmp_path: Path) -> None:
+    with opened(side, run_dir=tmp_path, ready_timeout_s=60.0) as server:
+        assert server.info is not None
+        pid = server.info.pid
+        server.ask_to_stop()
+        eventually(lambda: not is_running(pid), "it still runs")
