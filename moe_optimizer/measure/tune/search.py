@@ -95,11 +95,6 @@ class _Search:
         self._counted: set[tuple[str, ...]] = set()
         """Measurements whose time a line of the ledger has."""
 
-        offered = [_BEST.adding([each.name]) for each in question.passes if not each.is_on]
-        self._may_change_answers = any(
-            measure.changes_answers(each) for each in (_BEST, *offered) if not measure.why_not(each)
-        )
-
     def run(self) -> Found:
         """Take all steps; each can be the last."""
         ended: Ended = "done"
@@ -137,6 +132,9 @@ class _Search:
             chosen = _BEST.adding(winners) if winners else STOCK
         else:
             chosen = self._ablated()
+        if why := self._measure.why_not(chosen):
+            self._note("ablation", str(chosen), kept=False, reason=f"there is no such plan: {why}")
+            chosen = _BEST
         chosen = self._with_settings(chosen)
         self._settle(chosen)
 
@@ -205,7 +203,7 @@ class _Search:
         if self._identity(changed) == self._identity(_BEST):
             self._note("ablation", planned.name, kept=planned.is_on, reason="changes nothing here", **facts)
             return planned.is_on
-        if why := self._why_no_time(ABLATION, next_waits=bool(self._question.settings)):
+        if why := self._why_no_time(ABLATION, of=ours, next_waits=bool(self._question.settings)):
             shown = "is faster than stock vLLM" if whole_won else "showed no gain"
             reason = f"not measured alone; the plan with it {shown}; {why}" if planned.is_on else f"not tried: {why}"
             self._note("ablation", planned.name, kept=whole_won, reason=reason, **facts)
@@ -226,7 +224,7 @@ class _Search:
         best = self._tried_settings(start)
         if best is None:
             return start
-        if why := self._why_no_time(CONFIRMATION):
+        if why := self._why_no_time(CONFIRMATION, of=best):
             self._note("confirmation", str(best), kept=False, reason=why)
             return start
         outcome, found = self._pair(best, start)
@@ -242,7 +240,7 @@ class _Search:
         scored: list[tuple[float, Candidate]] = []
         repeats = failures = 0
         while True:
-            if why := self._why_no_time(SETTING):
+            if why := self._why_no_time(SETTING, of=start):
                 self._why_untried = why
                 break
             if failures == _MOST_FAILURES and not self._trials:
@@ -301,6 +299,8 @@ class _Search:
         refused: set[str] = {self._identity(STOCK)}
         while open_ends:
             candidate = open_ends.pop(0)
+            if self._measure.why_not(candidate):
+                continue
             identity = self._identity(candidate)
             if candidate == self._safe and candidate != STOCK:
                 return
@@ -322,8 +322,6 @@ class _Search:
             self._safe = candidate
 
     def _is_better(self, candidate: Candidate) -> bool:
-        if self._measure.why_not(candidate):
-            return False
         outcome, found = self._pair(candidate, STOCK)
         kept, reason = found.is_win, None
         if not kept and not found.is_loss and self._goal.kind == "limits":
@@ -354,8 +352,9 @@ class _Search:
     def _identity(self, candidate: Candidate) -> str:
         return self._measure.identity(candidate)
 
-    def _why_no_time(self, part: Part, *, next_waits: bool = False) -> str:
-        why = part.why_not(self._journal, judged=self._may_change_answers, next_waits=next_waits)
+    def _why_no_time(self, part: Part, *, of: Candidate, next_waits: bool = False) -> str:
+        judged = any(map(self._measure.changes_answers, (_BEST, of)))
+        why = part.why_not(self._journal, judged=judged, next_waits=next_waits)
         self._left_out |= bool(why)
         return why
 

@@ -30,6 +30,10 @@ class PaperMeasure:
     illegal: frozenset[tuple[str, str]] = frozenset()
     wrong: frozenset[str] = frozenset()
     """Passes whose answers do not keep the thresholds."""
+    apart: frozenset[str] = frozenset()
+    """Passes that cannot all be on."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Pass -> what it cannot be on without."""
     changing: frozenset[str] = frozenset()
     """Passes that change answers."""
     dead: frozenset[str] = frozenset()
@@ -54,9 +58,14 @@ class PaperMeasure:
         return found
 
     def why_not(self, candidate: Candidate) -> str:
+        if self.apart and self.apart <= self.on(candidate):
+            return "they exclude each other"
+        if any(name in self.on(candidate) and other not in self.on(candidate) for name, other in self.needs.items()):
+            return "one needs another"
         return "not legal" if set(candidate.arguments) & self.illegal else ""
 
     def identity(self, candidate: Candidate) -> str:
+        assert not self.why_not(candidate), "there is no such plan"
         return f"{sorted(self.on(candidate))} {candidate.arguments}"
 
     def changes_answers(self, candidate: Candidate) -> bool:

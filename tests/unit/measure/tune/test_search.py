@@ -116,6 +116,13 @@ def test_a_pass_that_the_plan_leaves_off_is_on_where_it_wins() -> None:
     assert not lines["idle"][1]
 
 
+def test_winners_that_exclude_each_other_leave_the_plan_and_it_is_said() -> None:
+    offered = {"x": 1.3, "y": 1.2}
+    found = found_by(PaperMeasure(passes={"good": 1.5}, offered=offered, apart=frozenset(offered)), settings=SETTINGS)
+    assert found.candidate == Candidate()
+    assert "exclude" in entry(found, "ablation", "with x, y").reason
+
+
 def test_a_plan_that_is_stock_vllm_gets_the_pass_that_wins() -> None:
     found = found_by(PaperMeasure(offered={"better": 1.3}), settings=SETTINGS)
     assert found.candidate.on == {"better"}
@@ -127,6 +134,13 @@ def test_a_pass_that_was_left_off_and_whose_answers_are_wrong_stays_off() -> Non
     found = found_by(world)
     assert found.candidate == Candidate()
     assert [each.kept for each in found.entries if each.step == "quality"] == [False]
+
+
+def test_time_for_a_judgement_is_kept_only_for_what_changes_answers() -> None:
+    world = PaperMeasure(passes={"a": 1.5, "b": 1.2}, offered={"x": 1.3}, changing=frozenset("x"))
+    found = found_by(world, budget_s=45)
+    assert entry(found, "ablation", "b").verdict == "faster"
+    assert entry(found, "ablation", "x").reason.startswith("not tried: no time left: it takes 30 s")
 
 
 def test_without_time_a_pass_that_was_left_off_stays_off_and_is_named() -> None:
@@ -173,6 +187,12 @@ def test_a_winner_with_wrong_answers_is_rejected_and_the_rest_of_it_kept() -> No
     found = found_by(PaperMeasure(passes={"wrong": 2.0, "good": 1.5}, wrong=frozenset({"wrong"})))
     assert found.candidate == Candidate(off=frozenset({"wrong"}))
     assert [each.kept for each in found.entries if each.step == "quality"] == [False]
+
+
+def test_where_there_is_no_plan_without_the_pass_at_fault_it_is_stock_vllm() -> None:
+    passes = [PlannedPass(name="kernel", with_passes=("format",)), PlannedPass(name="format")]
+    world = PaperMeasure(passes={"kernel": 1.5, "format": 1.3}, wrong=frozenset({"kernel"}), needs={"format": "kernel"})
+    assert found_by(world, passes=passes).candidate == STOCK
 
 
 def test_a_server_that_dies_leaves_stock_vllm() -> None:
