@@ -314,7 +314,10 @@ class _Search:
                 self._safe = candidate
                 return
             if blamed:
-                open_ends.insert(0, candidate.without(blamed))
+                need_them = [
+                    other for each in self._question.passes if each.name in blamed for other in each.with_passes
+                ]
+                open_ends.insert(0, candidate.without([*blamed, *need_them]))
 
     def _settle_if_right(self, candidate: Candidate) -> None:
         """Make a candidate that has won the answer for now, if its answers need no judgement."""

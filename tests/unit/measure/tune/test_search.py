@@ -189,10 +189,15 @@ def test_a_winner_with_wrong_answers_is_rejected_and_the_rest_of_it_kept() -> No
     assert [each.kept for each in found.entries if each.step == "quality"] == [False]
 
 
-def test_where_there_is_no_plan_without_the_pass_at_fault_it_is_stock_vllm() -> None:
-    passes = [PlannedPass(name="kernel", with_passes=("format",)), PlannedPass(name="format")]
-    world = PaperMeasure(passes={"kernel": 1.5, "format": 1.3}, wrong=frozenset({"kernel"}), needs={"format": "kernel"})
-    assert found_by(world, passes=passes).candidate == STOCK
+@pytest.mark.parametrize(("known", "off"), [(("format",), {"kernel", "format"}), ((), None)])
+def test_the_pass_at_fault_is_off_with_those_that_need_it_where_there_is_such_a_plan(
+    known: tuple[str, ...], off: set[str] | None
+) -> None:
+    passes = [PlannedPass(name="kernel", with_passes=known), *map(named, ("format", "good"))]
+    factors = {"kernel": 1.5, "format": 1.3, "good": 1.2}
+    world = PaperMeasure(passes=factors, wrong=frozenset({"kernel"}), needs={"format": "kernel"})
+    expected = STOCK if off is None else Candidate(off=frozenset(off))
+    assert found_by(world, passes=passes).candidate == expected
 
 
 def test_a_server_that_dies_leaves_stock_vllm() -> None:
