@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import _load, cuda_dispatch
+from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.fused_experts import check_inputs, run, why_reference
 from moe_optimizer.ops.kernel_arguments import DTYPE_CODE, Router
@@ -122,6 +122,8 @@ def _run(inputs: _Inputs, out: Tensor) -> None:
             return
     if reason is None:
         _route(router, experts.topk_weights, experts.topk_ids)
+        if cpu_calls.again(experts, out):
+            return
     else:
         options = given._asdict()
         topk_weights, topk_ids = topk_router(options.pop("logits"), **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import cpu_calls, fused_experts, kernels_available
+from moe_optimizer.ops import cpu_calls, flash_dmoe, fused_experts, kernels_available
 
 AVAILABLE, REASON = kernels_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
@@ -79,3 +79,42 @@ def test_in_place_and_shifted_over_each_other_are_right_again(layer: tuple[torch
         memory[:count] = x
         out = memory[shift : shift + count]
         assert torch.equal(fused_experts(memory[:count], *layer, weights, ids, out=out), want)
+
+
+def test_a_layer_from_its_logits_repeats_what_was_checked_of_its_experts(
+    layer: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(count: int) -> torch.Tensor:
+        x, logits = torch.randn(count, HIDDEN), torch.randn(count, EXPERTS)
+        first = flash_dmoe(x, logits, *layer, top_k=TOP_K)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_calls, "enqueue", None)
+            assert torch.equal(flash_dmoe(x, logits, *layer, top_k=TOP_K), first)
+        return first
+
+    for count in (3, 1, 17):
+        cpu_calls._known.clear()
+        run(count)
+
+
+def test_a_layer_that_breaks_the_contract_is_refused_after_one_that_did_not(
+    layer: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    x, logits, out = torch.randn(3, HIDDEN), torch.randn(3, EXPERTS), torch.empty(3, HIDDEN)
+    for _ in range(2):
+        flash_dmoe(x, logits, *layer, top_k=TOP_K, out=out)
+    wide = torch.zeros(3, 2 * HIDDEN)
+    for wrong_x, wrong_logits, top_k, wrong_out in (
+        (x.double(), logits, TOP_K, out),
+        (x[:2], logits, TOP_K, out),
+        (wide[:, ::2], logits, TOP_K, out),
+        (x, logits.int(), TOP_K, out),
+        (x, logits[:2], TOP_K, out),
+        (x, logits[:, :3], TOP_K, out),
+        (x, logits.T.contiguous().T, TOP_K, out),
+        (x, logits, EXPERTS + 1, out),
+        (x, logits, TOP_K, out[:, :32]),
+        (x, logits, TOP_K, wide[:, ::2]),
+    ):
+        with pytest.raises(TensorContractError):
+            flash_dmoe(wrong_x, wrong_logits, *layer, top_k=top_k, out=wrong_out)
