@@ -1,6 +1,6 @@
 """`Attention`: projections, norms of queries and keys, rotation; the backend does the rest.
 
-Legend: T tokens, H query heads, K key/value heads, d head size.
+Legend: T tokens, H query heads, K key/value heads, N both together, d head size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_optimizer.engine.attention.backend import AttentionBackend
 from moe_optimizer.engine.layers.linear import Linear, MergedLinear
-from moe_optimizer.engine.layers.norm import RMSNorm
+from moe_optimizer.engine.layers.norm import RMSNorm, normalized
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import head_size, rotate
 from moe_optimizer.engine.packed_batch import PackedBatch
@@ -41,10 +41,11 @@ class Attention(nn.Module):
         if qk_norm == "whole" and ranks.size > 1:
             raise UnsupportedError(f"tensor_parallel_size: got {ranks.size}, expected 1: the norm spans all heads")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads = ranks.share(heads, "heads")
         self.num_kv_heads = 1 if ranks.size % kv_heads == 0 else ranks.share(kv_heads, "key/value heads")
         self.head_dim, self.qk_norm = head_size(config), qk_norm
         self.clip: float | None = getattr(config, "clip_qkv", None)
-        sizes = {"q": ranks.share(heads, "heads") * self.head_dim}
+        sizes = {"q": self.num_heads * self.head_dim}
         sizes |= dict.fromkeys("kv", self.num_kv_heads * self.head_dim)
         bias = getattr(config, "attention_bias", False)
         self.qkv_proj = MergedLinear(config.hidden_size, sizes, bias=bias, ranks=ranks)
@@ -55,21 +56,26 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], batch: PackedBatch) -> Tensor:
         """Let every token attend to itself and those before it in its sequence."""
-        q, k, v = self.qkv_proj(x_TH)
+        qkv = self.qkv_proj.product(x_TH)
         if self.qk_norm == "whole":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = self.qkv_proj.split(qkv)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.clip is not None:
-            q, k, v = (tensor.clamp(-self.clip, self.clip) for tensor in (q, k, v))
-        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (q, k, v))
-        q, k = self.turned(q, k, *rope)
-        out = self.backend.attend(q, k, v, self.kv_cache, batch)
+            qkv = qkv.clamp(-self.clip, self.clip)
+        qkv_TNd = qkv.unflatten(-1, (-1, self.head_dim))
+        qk_TNd, v_TKd = qkv_TNd.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q_THd, k_TKd = self.turned(qk_TNd, *rope).split([self.num_heads, self.num_kv_heads], dim=1)
+        out = self.backend.attend(q_THd, k_TKd, v_TKd, self.kv_cache, batch)
         return self.o_proj(out.flatten(-2))
 
-    def turned(self, q_THd: Tensor, k_TKd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(self, qk_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
         """Return queries and keys, normalized head by head if the model does that, and rotated."""
         if self.qk_norm == "head":
-            q_THd, k_TKd = self.q_norm.normalized(q_THd), self.k_norm.normalized(k_TKd)
-        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TKd, cos_T1d, sin_T1d)
+            heads = (self.num_heads, self.num_kv_heads)
+            norms = (self.q_norm, self.k_norm)
+            weight_Nd = torch.cat([norm.weight.expand(count, -1) for norm, count in zip(norms, heads, strict=True)])
+            qk_TNd = normalized(qk_TNd, weight_Nd, self.q_norm.eps)
+        return rotate(qk_TNd, cos_T1d, sin_T1d)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> torch.Size:
         return torch.Size((2, num_blocks, block_size, self.num_kv_heads, self.head_dim))

@@ -80,7 +80,14 @@ class MergedLinear(Layer):
         self.bias = nn.Parameter(torch.empty(sum(sizes.values()))) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight, self.bias).split(list(self.sizes.values()), dim=-1)
+        return self.split(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the outputs side by side."""
+        return F.linear(x, self.weight, self.bias)
+
+    def split(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return outputs.split(list(self.sizes.values()), dim=-1)
 
     def places(self, name: str) -> Iterator[tuple[str, Place]]:
         for parameter, target in self.named_parameters():

@@ -17,15 +17,16 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalized(x)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Do the same, for methods that are compiled as a whole."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return normalized(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum, normalized, and the sum."""
         residual = x + residual
-        return self.normalized(residual), residual
+        return normalized(residual, self.weight, self.eps), residual
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Do what `RMSNorm` does, in methods that are compiled as a whole."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
