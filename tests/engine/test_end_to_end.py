@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,20 @@ def test_the_example_answers_its_prompts(
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" -> ")[0] for line in lines] == [repr(PROMPTS[0]), repr(PROMPTS[1])]
     assert all(len(line.partition(" -> ")[2]) > 2 for line in lines)
+
+
+@pytest.mark.thorough
+def test_a_first_answer_imports_neither_vllm_nor_the_server() -> None:
+    # A first token within seconds rests on this; benchmarks/cli_startup.py takes the time.
+    script = (
+        "import sys; sys.modules |= dict.fromkeys(['vllm', 'fastapi', 'uvicorn', 'xxhash', 'openai'])\n"
+        "from moe_optimizer.engine import LLM, SamplingParams\n"
+        f"llm = LLM({str(TINY_MOE)!r}, dtype='float32', device='cpu')\n"
+        f"output = llm.generate({PROMPTS[0]!r}, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]\n"
+        "print(len(output.outputs[0].token_ids), 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == ["1", "False"]
 
 
 def test_a_conversation_goes_through_the_chat_template(tiny_moe_llm: LLM) -> None:

@@ -154,6 +154,22 @@ def test_one_bad_prompt_ends_those_beside_it(url: str, llm: AsyncLLM, stream: bo
     assert line in after, "the first prompt was computed to its end"
 
 
+def test_a_request_that_finds_no_place_is_told_to_come_again() -> None:
+    llm = AsyncLLM(EngineArgs(model=str(TINY_MOE), dtype="float32", max_num_seqs=1, max_waiting_requests=1))
+
+    async def statuses() -> list[int]:
+        transport = httpx.ASGITransport(app=create_app(llm, "tiny"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
+            body = {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True}
+            replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(8)))
+        return sorted(reply.status_code for reply in replies)
+
+    try:
+        assert set(asyncio.run(statuses())) == {200, 503}
+    finally:
+        llm.shutdown()
+
+
 def test_a_body_that_is_no_json_is_the_clients_mistake(url: str) -> None:
     assert httpx.post(f"{url}/v1/completions", content=b"{not json").status_code == 400
 

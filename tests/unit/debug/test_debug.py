@@ -117,6 +117,26 @@ def test_statistics_of_a_weight_are_those_of_its_values(tmp_path: Path) -> None:
     assert (weights.largest, weights.zeros) == (5, pytest.approx(1 - 2 / count))
 
 
+def test_the_picture_shows_what_each_token_attends_to(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY_MOE, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: torch.zeros_like(tensors[name])}, folder / "model.safetensors")
+    # Without queries every token attends alike to itself and those before it: ten shades, from " " to "@".
+    picture = compare(folder, layer=0).pattern
+    assert (picture[0], picture[2], picture[8], picture[20]) == ("@", "---", "." * 9, "")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_found(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(TINY_MOE, tmp_path / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<added {number}>" for number in range(2049 - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+    assert not finding(compare(folder, layer=0), "vocabulary").same
+
+
 def test_a_run_that_differs_from_the_one_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Drifting(TorchSampler):
         """Chooses another token each time that it is asked."""

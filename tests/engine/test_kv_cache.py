@@ -1,0 +1,32 @@
+"""The KV cache is sized by the memory that is free."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from moe_optimizer.engine import LLM
+from tests.engine.tiny_models import TINY_MOE
+
+BLOCK_BYTES = 4 * 2 * 16 * 2 * 64 * 4
+"""Layers, keys and values, tokens, heads, elements, bytes of one in float32."""
+
+
+@pytest.mark.parametrize(("room", "blocks", "longest"), [(10, 10, 160), (100_000, 3 * 2048 // 16, 2048)])
+def test_free_memory_decides_the_blocks_up_to_what_the_sequences_need(
+    room: int, blocks: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half of the free memory of a host is the cache's.
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * room * BLOCK_BYTES))
+    llm = LLM(str(TINY_MOE), dtype="float32", device="cpu", skip_tokenizer_init=True, max_num_seqs=3)
+    size = llm.llm_engine.executor.cache_size
+    assert (size.num_blocks, size.max_model_len) == (blocks, longest)
+
+
+def test_a_given_number_of_bytes_decides_the_blocks() -> None:
+    llm = LLM(
+        str(TINY_MOE), dtype="float32", device="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=7 * BLOCK_BYTES
+    )
+    assert llm.llm_engine.executor.cache_size.num_blocks == 7
