@@ -8,7 +8,9 @@ from operator import attrgetter
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence, Status
+from moe_optimizer.log import get_logger
 
+_log = get_logger(__name__)
 _order = attrgetter("order")
 # Chosen: the part of the blocks that stays free when a prompt is admitted, for the sequences that already run: each
 # needs a block soon, and a prompt that takes the last one is preempted for it.
@@ -88,6 +90,7 @@ class Scheduler:
             sequence for sequence, n in step.prefills if sequence.num_computed_tokens + n == sequence.num_tokens
         ]
         step.copies, self.blocks.copies = self.blocks.copies, []
+        _log.debug("%s, %d blocks available", step, self.blocks.num_available)
         return step
 
     def commit(self, step: SchedulerOutput) -> None:

@@ -23,3 +23,11 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(count for _, count in self.prefills)
+
+    def __str__(self) -> str:
+        prompts = ", ".join(f"{count} of request {sequence.group.request_id}" for sequence, count in self.prefills)
+        preempted = ", ".join(sequence.group.request_id for sequence in self.preempted)
+        return (
+            f"step: {len(self.decodes)} decodes, prompt tokens: {prompts or 'none'}, preempted: {preempted or 'none'}, "
+            f"{len(self.copies)} blocks copied"
+        )

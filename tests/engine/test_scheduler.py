@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_optimizer.engine import scheduler
 from moe_optimizer.engine.llm_engine import LLMEngine
 from moe_optimizer.engine.sequence import Status
 from tests.engine.paper_engine import assert_as_expected, paper_engine, params, run
@@ -35,6 +36,18 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [sequence.group.request_id for sequence in step.decodes] == ["short"]
     assert [(sequence.group.request_id, count) for sequence, count in step.prefills] == [("long", 7)]
     assert step.num_tokens == 8
+
+
+def test_the_log_says_what_each_step_computes(caplog: pytest.LogCaptureFixture) -> None:
+    engine = paper_engine(num_blocks=8, max_num_batched_tokens=8)
+    caplog.set_level("DEBUG", logger=scheduler.__name__)
+    for name in ("first", "second"):
+        engine.add_request(name, [1, 2, 3], params(28))
+    run(engine)
+    lines = [record.getMessage() for record in caplog.records]
+    assert "3 of request first, 3 of request second" in lines[0]
+    assert "2 decodes" in lines[1]
+    assert any("preempted: second" in line for line in lines)
 
 
 def test_without_chunks_a_prompt_is_computed_whole() -> None:
