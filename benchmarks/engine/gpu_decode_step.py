@@ -5,8 +5,8 @@
 steps: for each number of requests (100 to 1024 prompt tokens each, as nano-vLLM's workload has them) the time of a step
 as the host sees it, the time in which the GPU computed, by kernel, and what is left: the GPU waits for the host.
 sweep: the attention kernel of Triton alone, in a CUDA graph, on contexts of 100 to 2048 tokens, in bytes of keys and
-values per second: as it is launched, and with other tiles, warps, stages and parts. The memory's own read bandwidth,
-a sum over 4 GiB, stands beside it. The record is written after each result.
+values per second: as it is launched, with the longest sequences first, and with other tiles, warps, stages and parts.
+The memory's own read bandwidth, a sum over 4 GiB, stands beside it. The record is written after each result.
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ def _steps(model: str, batches: Any) -> Any:
 
 
 def _sweep(shape: dict[str, Any], batch: int) -> Any:
-    """Yield what the attention kernel reads per second, launched in several ways, the shipped one first."""
+    """Yield what the attention kernel reads per second, launched in several ways."""
     from moe_optimizer.engine.attention import triton_attention
 
     kernels: Any = triton_attention
     names = ("TILE_KEYS", "PROGRAMS_PER_CORE", "WARPS", "STAGES")
     shipped = tuple(getattr(kernels, name) for name in names)
     read = _attention_calls(shape, batch)
-    ways = list(itertools.product((64, 32, 128), (2, 4, 8), (4, 2, 8), (3, 2, 4)))
+    yield {"batch": batch, "longest_first": True, **_attention_calls(shape, batch, longest_first=True)()}
+    ways = list(itertools.product((64, 32, 128), (2, 8, 32), (4, 2, 8), (3, 2, 4)))
     # One thing changed at a time, and tiles with fewer or more stages.
     changed: list[list[bool]] = [[one != other for one, other in zip(way, shipped, strict=True)] for way in ways]
     for way, differs in zip(ways, changed, strict=True):
@@ -157,7 +158,7 @@ def _sweep(shape: dict[str, Any], batch: int) -> Any:
                 setattr(kernels, name, value)
 
 
-def _attention_calls(shape: dict[str, Any], batch: int) -> Any:
+def _attention_calls(shape: dict[str, Any], batch: int, *, longest_first: bool = False) -> Any:
     """Return a function that times the decodes of `batch` sequences, CALLS layers of it in one CUDA graph."""
     from moe_optimizer.engine.attention.triton_attention import TritonAttention
     from moe_optimizer.engine.packed_batch import PackedBatch
@@ -165,6 +166,8 @@ def _attention_calls(shape: dict[str, Any], batch: int) -> Any:
     heads, kv_heads, size = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     rng = random.Random(0)
     lengths = [rng.randint(100, 2048) for _ in range(batch)]
+    if longest_first:
+        lengths.sort(reverse=True)
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     blocks = list(range(sum(counts)))
     rng.shuffle(blocks)
