@@ -9,6 +9,7 @@ import tomllib
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,28 @@ def test_a_c_library_that_vllm_has_no_wheels_for_is_missing(
     monkeypatch.setattr("platform.libc_ver", lambda: libc)
     check = {check.name: check for check in machine_checks.machine_checks(load_hardware("cpu", None))}["glibc"]
     assert (check.status, libc[1] in check.detail) == (status, True)
+
+
+def test_each_gpu_has_a_row_with_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    memory = SimpleNamespace(free=70 << 30, total=80 << 30)
+    for name, value in {
+        "nvmlInit": None, "nvmlDeviceGetCount": 2, "nvmlDeviceGetHandleByIndex": 0, "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetName": "A card",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(pynvml, name, lambda *_, value=value: value)
+    hardware = load_hardware("h100_sxm", 2)
+    checks = {check.name: check for check in machine_checks.machine_checks(hardware)}
+    for row in ("gpu 0", "gpu 1"):
+        assert (checks[row].status, "A card, 70.0 of 80.0 GiB" in checks[row].detail) == ("ok", True)
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    checks = {check.name: check for check in machine_checks.machine_checks(hardware)}
+    assert (checks["gpu memory"].status, "gpu 0" in checks) == ("note", False)
 
 
 def test_why_there_are_no_cuda_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
