@@ -53,7 +53,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, batch: PackedBatch) -> Tensor:
-        """Compute a step; return the logits [S, V] of the sampled tokens, in float32."""
+        """Compute a step; return the logits [S, V] of the sampled tokens."""
         self.kv_cache.copy(batch.copies)
         if not len(batch.token_ids_T):
             return torch.empty(0)
@@ -61,7 +61,7 @@ class ModelRunner:
         if hidden_SH is None:
             batch = batch.to(self.config.device)
             hidden_SH = self.model(batch).index_select(0, batch.sampled)
-        return self.model.logits(hidden_SH).float()
+        return self.model.logits(hidden_SH)
 
     def prepare(self, step: SchedulerOutput) -> PackedBatch:
         """Pack a step that the scheduler has made room for, in host memory."""

@@ -21,6 +21,6 @@ class Executor(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses a token for each row of logits [S, V] (float32), which it may overwrite."""
+    """Chooses a token for each row of logits [S, V], in the model's dtype, which it may overwrite."""
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]: ...

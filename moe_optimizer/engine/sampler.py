@@ -26,6 +26,9 @@ class TorchSampler:
         self._generator = torch.Generator(device=device).manual_seed(seed)
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        if not any(sequence.params.adjusted for sequence in sequences):
+            return [SampledToken(token_id, None, None) for token_id in self._choose(logits_SV, sequences).tolist()]
+        logits_SV = logits_SV.float()
         reported = [row for row, sequence in enumerate(sequences) if sequence.params.reports_logprob]
         logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
         for row, sequence in enumerate(sequences):
@@ -46,12 +49,12 @@ class TorchSampler:
     def _choose(self, logits_SV: Tensor, sequences: list[Sequence]) -> Tensor:
         params = [sequence.params for sequence in sequences]
         if all(each.greedy for each in params):
-            return logits_SV.argmax(-1)
+            return logits_SV.float().argmax(-1)
         temperatures = [each.params.temperature_at(each.num_output_tokens) for each in sequences]
         temperature_S1 = _column(temperatures, logits_SV)
         if any(each.filtered for each in params):
             logits_SV, temperature_S1 = filtered(_scaled(logits_SV, temperature_S1), params), temperature_S1.sign()
-        noise_SV = torch.empty_like(logits_SV).exponential_(generator=self._generator)
+        noise_SV = torch.empty_like(logits_SV, dtype=torch.float32).exponential_(generator=self._generator)
         for row, sequence in enumerate(sequences):
             if sequence.params.seed is not None:
                 noise_SV[row].exponential_(generator=_generator_of(sequence, logits_SV.device))
@@ -85,7 +88,7 @@ def _column(values: list[Any], like: Tensor) -> Tensor:
 
 
 def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
-    return logits_SV / torch.where(temperature_S1 > 0, temperature_S1, 1.0)
+    return logits_SV.float() / torch.where(temperature_S1 > 0, temperature_S1, 1.0)
 
 
 def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) -> Tensor:

@@ -68,6 +68,22 @@ def test_a_schedule_changes_the_temperature_with_the_tokens() -> None:
     assert len(draw(params, output=[1, 1])) == 5
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.1}, {"presence_penalty": 1.3}, {"logprobs": 2}],
+    ids=str,
+)
+def test_logits_in_half_precision_are_taken_as_the_numbers_they_are(values: dict[str, Any]) -> None:
+    logits = 4 * torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    arguments: dict[str, Any] = {"temperature": 0.7, "seed": 3, **values}
+    params = SamplingParams(**arguments)
+    tokens = [
+        TorchSampler(torch.device("cpu"), seed=1).sample(given.clone(), [sequence(params, output=[5]) for _ in logits])
+        for given in (logits, logits.float())
+    ]
+    assert tokens[0] == tokens[1]
+
+
 def test_rows_of_different_kinds_do_not_disturb_each_other() -> None:
     sampler = TorchSampler(torch.device("cpu"), seed=1)
     kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0.1), SamplingParams()]
