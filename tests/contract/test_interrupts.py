@@ -37,23 +37,22 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 """
 
-MOMENTS = (
-    "typer/__pycache__/main",
+MOMENTS = ("typer/__pycache__/main", "moe_optimizer/cli/__pycache__/app", "configs/balanced.yaml", "/proc/cpuinfo")
+MORE_MOMENTS = (
     "pydantic/__pycache__/version",
-    "moe_optimizer/cli/__pycache__/app",
     "moe_optimizer/cli/__pycache__/settings",
     "moe_optimizer/profiles/__pycache__/loader",
-    "configs/balanced.yaml",
     "moe_optimizer/inspection/__pycache__/model_inspector",
     "tiny-moe/config.json",
     "moe_optimizer/inspection/__pycache__/hardware_probe",
-    "/proc/cpuinfo",
     "moe_optimizer/passes/parallelism/__pycache__/parallelism",
     "moe_optimizer/plan/__pycache__/explain",
 )
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [*MOMENTS, *(pytest.param(moment, marks=pytest.mark.thorough) for moment in MORE_MOMENTS)]
+)
 def test_an_interrupt_while_planning_is_quiet(
     moment: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, run_command: Any
 ) -> None:

@@ -48,10 +48,10 @@ if __name__ == "__main__":
     [
         (MOE_OPTIMIZER, ["inspect", TINY_MOE]),
         (MOE_OPTIMIZER, ["plan", TINY_MOE, "--hardware", "h100_sxm"]),
-        (MOE_OPTIMIZER, ["doctor"]),
+        pytest.param(MOE_OPTIMIZER, ["doctor"], marks=pytest.mark.thorough),
         (MOE_OPTIMIZER, ["build", "--check"]),
         # Ends before it starts servers and measuring processes, of which the tests below are: its folder is a file.
-        (MOE_OPTIMIZER, ["tune", TINY_MOE, "--run-dir", "torch.py"]),
+        pytest.param(MOE_OPTIMIZER, ["tune", TINY_MOE, "--run-dir", "torch.py"], marks=pytest.mark.thorough),
         (MOE_OPTIMIZER, ["experts", "http://127.0.0.1:1"]),
         (RUN_OPTIMIZER, [TINY_MOE, "--dry-run"]),
     ],

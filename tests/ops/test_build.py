@@ -75,6 +75,7 @@ file(WRITE "${CMAKE_BINARY_DIR}/build_info.json" [[{
 """
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_works_builds_after_one_that_did_not(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "moe_optimizer" / "ops").mkdir(parents=True)
@@ -138,6 +139,7 @@ def test_build_info_names_the_module_and_its_paths() -> None:
 
 
 # Two runtimes would each start a full set of threads and wait for each other's processors.
+@pytest.mark.thorough
 @needs_kernels
 def test_the_process_has_one_openmp_runtime() -> None:
     code = """

@@ -149,6 +149,7 @@ def test_out_is_written_and_returned() -> None:
     assert torch.equal(out, flash_dmoe(case.x, logits, case.w13, case.w2, top_k=2))
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_registered_ops_pass_opcheck() -> None:
     case = make_case(3)

@@ -196,6 +196,7 @@ def test_compressed_tensors_mean_what_its_words_say(group: int, zero_points: boo
     assert got.scale.dtype == torch.bfloat16
 
 
+@pytest.mark.thorough
 def test_compressed_tensors_read_as_that_package_unpacks_them() -> None:
     pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", exc_type=ImportError)
     codes, zero = (integers(20, 128) - 8).to(torch.int8), (integers(20, 2, seed=1) - 8).to(torch.int8)

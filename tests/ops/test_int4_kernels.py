@@ -243,6 +243,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         torch.ops.moe_optimizer.int4_experts(*inputs)
 
 
+@pytest.mark.thorough
 def test_registered_ops_pass_opcheck() -> None:
     case = in_int4(make_case(5, 64, 32, dtype=torch.bfloat16, biases=True), 32, zero_points=True)
     inputs = tuple(case.inputs._replace(expert_map=torch.arange(8, dtype=torch.int32)))

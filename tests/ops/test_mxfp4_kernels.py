@@ -124,6 +124,7 @@ def test_strided_weights_are_read_in_place_and_nothing_beyond_them_counts(isa: s
     assert torch.equal(strided.on_isa(isa), case.on_isa(isa))
 
 
+@pytest.mark.thorough
 def test_registered_ops_pass_opcheck_with_mxfp4_weights() -> None:
     case = in_four_bits(make_case(5, 64, 32, dtype=torch.bfloat16, biases=True))
     inputs = tuple(replace(case, expert_map=torch.arange(8, dtype=torch.int32)).inputs())

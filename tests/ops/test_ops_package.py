@@ -21,6 +21,7 @@ for code in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_the_name_is_the_op_and_not_its_module_whatever_is_imported_first() -> None:
     first = ("", "import moe_optimizer.ops.{name}\n", "from moe_optimizer.ops.{name} import {name}\n")
     check = "from moe_optimizer.ops import {name}\nassert callable({name}), {name}"

@@ -122,6 +122,7 @@ def test_out_may_overlap_the_input() -> None:
     assert torch.equal(out, call(inputs))
 
 
+@pytest.mark.thorough
 def test_the_registered_ops_pass_opcheck() -> None:
     case = make_case(4, 32, 16, dtype=torch.bfloat16)
     _, inputs = pruned(replace(case, expert_map=torch.arange(8, dtype=torch.int32)))

@@ -61,6 +61,7 @@ def test_packages_that_are_there_and_cannot_be_imported_are_a_note_with_the_reas
     assert script in (check.hint or "")
 
 
+@pytest.mark.thorough
 def test_the_import_that_is_tried_is_one_that_works() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     assert why_python_fails("-c", engine_checks.IMPORT) == ""

@@ -121,6 +121,7 @@ def test_defaults_never_hold_an_expert_count() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_defaults_are_those_of_the_transformers_they_name() -> None:
     transformers = pytest.importorskip("transformers")
     named = json.loads(DEFAULTS.read_text())["(transformers)"]["version"]

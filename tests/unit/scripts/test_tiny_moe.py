@@ -85,6 +85,7 @@ def test_unigram_perplexity_is_what_the_card_says():
     assert got == pytest.approx(baselines["unigram_perplexity_per_byte"])
 
 
+@pytest.mark.thorough
 def test_model_is_far_better_than_byte_frequencies(measured: dict[str, Any]):
     assert measured["perplexity_per_byte"] < METRICS["baselines"]["unigram_perplexity_per_byte"] / 3
 

@@ -86,13 +86,14 @@ def test_a_step_without_rows_counts_nothing(make):
 
 @pytest.mark.thorough
 def test_a_compiled_forward_counts_as_the_plain_one():
-    # Two batch sizes, so that the graph has a dynamic one; the limit must be read when the graph runs.
+    # Two batch sizes, so that the graph has a dynamic one; the limit must be read when the graph runs. Traced and made
+    # functional as for Inductor, which compiles the counter for the servers of tests/vllm/test_serving_equals_stock.py.
     counter = LayerwiseCounter(LAYERS, EXPERTS)
 
     def forward_all(*ids: torch.Tensor) -> None:
         forward(counter, ids)
 
-    compiled = torch.compile(forward_all, fullgraph=True, dynamic=True)
+    compiled = torch.compile(forward_all, fullgraph=True, dynamic=True, backend="aot_eager")
     expected = torch.zeros(len(LAYERS), EXPERTS, dtype=torch.int64)
     for rows, limit in ((5, 0), (5, 3), (9, 9)):
         ids = some_ids(rows, seed=rows)

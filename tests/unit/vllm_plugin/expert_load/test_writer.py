@@ -94,6 +94,7 @@ Counter.reading.wait()
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_lets_its_write_end_first(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS_IN_THE_MIDDLE, str(tmp_path)],
