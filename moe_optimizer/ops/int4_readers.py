@@ -1,4 +1,4 @@
-"""What INT4 checkpoints store of a matrix, as `Int4Weight`: the same integers in another order, bit for bit.
+"""Reads a matrix of an INT4 checkpoint as `Int4Weight`: the same integers in another order, bit for bit.
 
 Legend: E experts, N output channels, K input channels of one matrix, G columns that share a scale. A leading [E] may
 be absent in all tensors of a call. int32 words hold eight codes, the first in the lowest four bits.

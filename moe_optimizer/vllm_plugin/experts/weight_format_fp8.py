@@ -25,7 +25,7 @@ class Fp8Weights(QuantizedWeights):
 
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
         """Return the weights in FP8, with the share of them that is at its largest number."""
-        from moe_optimizer.ops.fp8_error import experts_output_error
+        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.fp8_quant import quantize_fp8, saturated_share
 
         gate_up = quantize_fp8(w13, granularity=params.granularity)

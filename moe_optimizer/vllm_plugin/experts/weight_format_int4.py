@@ -36,7 +36,7 @@ class Int4Weights(QuantizedWeights):
 
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: FourBitParams) -> KernelWeights:
         """Return the weights in INT4."""
-        from moe_optimizer.ops.fp8_error import experts_output_error
+        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.int4 import quantize_int4
 
         gate_up, down = quantize_int4(w13, params.group), quantize_int4(w2, params.group)

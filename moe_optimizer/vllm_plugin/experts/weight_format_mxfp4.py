@@ -34,7 +34,7 @@ class Mxfp4Weights(QuantizedWeights):
 
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: FourBitParams) -> KernelWeights:
         """Return the weights in MXFP4."""
-        from moe_optimizer.ops.fp8_error import experts_output_error
+        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.mxfp4 import quantize_mxfp4
 
         gate_up, down = quantize_mxfp4(w13), quantize_mxfp4(w2)

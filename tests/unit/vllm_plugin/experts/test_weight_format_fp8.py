@@ -133,6 +133,6 @@ def test_a_failure_of_ours_leaves_the_layer_as_it_is(activate: Activate, monkeyp
     def raising(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("moe_optimizer.ops.fp8_error.experts_output_error", raising)
+    monkeypatch.setattr("moe_optimizer.ops.experts_error.experts_output_error", raising)
     assert Fp8Weights().convert(NAME, *layer()).format == "plain"
     assert "fallback: RuntimeError: injected" in session.proof.passes["fp8"].why_not

@@ -1,4 +1,4 @@
-"""By how much FP8 weights change a layer's output: known answers, and what must raise it."""
+"""By how much converted weights change a layer's output: known answers, and what must raise it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.fp8_error import CALIBRATION_TOKENS, experts_output_error
+from moe_optimizer.ops.experts_error import CALIBRATION_TOKENS, experts_output_error
 from moe_optimizer.ops.fp8_quant import dequantize_fp8, quantize_fp8
 
 EXPERTS, HIDDEN, WIDTH = 6, 128, 64

@@ -1,4 +1,4 @@
-"""Measures how much FP8 weights change the output of one layer's experts."""
+"""Measures how much converted weights, in FP8 or four bits, change the output of one layer's experts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CHOICES = 8
 def experts_output_error(
     w13: Tensor,
     w2: Tensor,
-    w13_fp8: tuple[Tensor | Int4Weight, Tensor | None],
-    w2_fp8: tuple[Tensor | Int4Weight, Tensor | None],
+    w13_converted: tuple[Tensor | Int4Weight, Tensor | None],
+    w2_converted: tuple[Tensor | Int4Weight, Tensor | None],
 ) -> float:
-    """Return ||y_fp8 - y|| / ||y|| over calibration tokens, y being the SwiGLU experts' output [T, H].
+    """Return ||y_converted - y|| / ||y|| over calibration tokens, y being the SwiGLU experts' output [T, H].
 
     The tokens are synthetic: independent normal values, as a normalised input of weight one has, from a fixed seed;
     they are dealt to the experts in turn, so every expert counts alike. What real text does to a layer (large
@@ -30,9 +30,9 @@ def experts_output_error(
     Args:
         w13: [E, 2I, H], gate rows first; float32, bfloat16 or float16. The inputs are made in its dtype.
         w2: [E, H, I], dtype of w13.
-        w13_fp8: weights and scales of w13, as `quantize_fp8` or `quantize_mxfp4` returns them; an INT4 weight, and no
-            scales.
-        w2_fp8: of w2.
+        w13_converted: weights and scales of w13, as `quantize_fp8` or `quantize_mxfp4` returns them; an INT4 weight,
+            and no scales.
+        w2_converted: of w2.
 
     Returns:
         0.0 where the output is zero.
@@ -45,9 +45,9 @@ def experts_output_error(
     topk_ids = (slots % experts).view(CALIBRATION_TOKENS, top_k)
     topk_weights = torch.full(topk_ids.shape, 1 / top_k, dtype=torch.float32, device=w13.device)
     exact = fused_experts(x, w13, w2, topk_weights, topk_ids).float()
-    (w13_fp8_weight, w13_scale), (w2_fp8_weight, w2_scale) = w13_fp8, w2_fp8
+    (changed_w13, w13_scale), (changed_w2, w2_scale) = w13_converted, w2_converted
     changed = fused_experts(
-        x, w13_fp8_weight, w2_fp8_weight, topk_weights, topk_ids, w13_scale=w13_scale, w2_scale=w2_scale
+        x, changed_w13, changed_w2, topk_weights, topk_ids, w13_scale=w13_scale, w2_scale=w2_scale
     ).float()
     size = exact.norm()
     return float((changed - exact).norm() / size) if size else 0.0
