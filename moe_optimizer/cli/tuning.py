@@ -20,7 +20,7 @@ from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.run_folder import run_folder
 from moe_optimizer.cli.tune_triton import tune_triton
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
-from moe_optimizer.files import make_private_folder, read_text, write_atomically
+from moe_optimizer.files import make_private_folder, read_json, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
@@ -133,7 +133,7 @@ class Tuning:
         """Tune vLLM's Triton kernel where it runs the experts, unless an earlier run in the folder did."""
         path = self.folder / _TRITON_FILE
         if path.exists():
-            entry = decode(Entry, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
+            entry = decode(Entry, read_json(path, max_bytes=_MAX_BYTES), origin=str(path))
         else:
             begin = time.monotonic()
             kept, reason = False, ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.files import read_text
+from moe_optimizer.files import read_json
 from moe_optimizer.measure.bench.trace import TraceRequest
 from moe_optimizer.plan.json_codec import decode
 
@@ -47,7 +46,7 @@ def read_samples(path: Path) -> RoundSamples:
     Raises:
         InputError: they cannot be read.
     """
-    return decode(RoundSamples, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
+    return decode(RoundSamples, read_json(path, max_bytes=_MAX_BYTES), origin=str(path))
 
 
 def check_samples(samples: RoundSamples, requests: tuple[TraceRequest, ...], *, title: str) -> None:

@@ -15,7 +15,7 @@ import psutil
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, ServerFailedError
-from moe_optimizer.files import read_text
+from moe_optimizer.files import read_json
 from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.server_info import ServerInfo
@@ -97,7 +97,7 @@ def read_start(path: Path) -> StartFacts:
     Raises:
         InputError: they cannot be read.
     """
-    return decode(StartFacts, json.loads(read_text(path, max_bytes=_FACTS_BYTES)), origin=str(path))
+    return decode(StartFacts, read_json(path, max_bytes=_FACTS_BYTES), origin=str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.files import read_json, write_atomically
 from moe_optimizer.measure.bench.pace import Pace
 from moe_optimizer.measure.bench.side import Side, opened
 from moe_optimizer.measure.quality.collect import Asked, answered
@@ -141,7 +141,7 @@ def _probes(
         if not any(tokens):
             raise InputError("--data: got a text without tokens, expected some that is like the traffic to come")
         write_atomically(path, json.dumps({"tokens": tokens, "max_model_len": length}))
-    found = json.loads(read_text(path, max_bytes=_MAX_BYTES))
+    found = read_json(path, max_bytes=_MAX_BYTES)
     return probes(
         [token for text in _dealt(found["tokens"]) for token in text],
         sizes,
@@ -181,5 +181,5 @@ def _keep_texts(request: QualityRequest, folder: Path, client: Asked) -> None:
 def _texts(request: QualityRequest, folder: Path) -> Texts | None:
     if not request.prompts:
         return None
-    found = json.loads(read_text(_texts_path(folder), max_bytes=_MAX_BYTES))
+    found = read_json(_texts_path(folder), max_bytes=_MAX_BYTES)
     return Texts(alone=tuple(found["alone"]), in_batch=tuple(found["in_batch"]))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moe_optimizer.errors import InputError, ServerFailedError, UnsupportedError
-from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.files import read_json, write_atomically
 from moe_optimizer.measure.process import OnStep, answer_request, run_measurement
 from moe_optimizer.measure.quality.intervals import estimate, mean
 from moe_optimizer.measure.quality.result import TaskResult
@@ -85,7 +85,7 @@ def tasks_path(folder: Path) -> Path:
 
 def read_tasks(path: Path) -> TaskAnswers:
     """Return a side's answers."""
-    return json.loads(read_text(path, max_bytes=_MAX_BYTES))
+    return read_json(path, max_bytes=_MAX_BYTES)
 
 
 def answer_tasks(

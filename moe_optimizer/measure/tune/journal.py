@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.files import read_json, read_text, write_atomically
 from moe_optimizer.measure.claimed_folder import claim_folder
 from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome
 from moe_optimizer.plan.json_codec import decode, encode
@@ -67,9 +67,7 @@ class Journal:
 
     def _read(self, folder: Path) -> None:
         for path in folder.glob("*-*.json"):
-            self._on_file[path.stem] = decode(
-                Outcome, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path)
-            )
+            self._on_file[path.stem] = decode(Outcome, read_json(path, max_bytes=_MAX_BYTES), origin=str(path))
         for path in folder.glob(f"*{_CUT}"):
             if path.stem not in self._on_file:
                 self._cut[path.stem] = _read_seconds(path)

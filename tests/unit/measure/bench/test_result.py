@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import ExitCode, ServerFailedError
+from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
 from moe_optimizer.measure.bench.result import Limits, load_result, verdicts
-from moe_optimizer.measure.bench.samples import RoundSamples, check_samples
+from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
+from moe_optimizer.measure.bench.side import read_start
 from moe_optimizer.measure.bench.trace import Load, TraceRequest
 
 CLIENTS = Load(clients=2)
@@ -103,3 +107,12 @@ def test_a_failed_request_ends_the_benchmark(wrong: RoundSamples):
     with pytest.raises(ServerFailedError, match="stock") as error:
         check_samples(wrong, ASKED, title="stock")
     assert error.value.exit_code == ExitCode.SERVER_FAILED
+
+
+@pytest.mark.parametrize("read", [read_samples, read_start])
+def test_a_file_of_a_cut_off_run_is_refused_with_its_name(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    """`--resume` reads them."""
+    path = tmp_path / "cut.json"
+    path.write_text('{"ttft_s": [')
+    with pytest.raises(InputError, match=r"cut\.json"):
+        read(path)
