@@ -1,4 +1,4 @@
-"""What the engine's benchmarks share: shapes of models, beside the requests of `bench --ablate`."""
+"""Holds what the engine's benchmarks share: shapes of models, beside the requests of `bench --ablate`."""
 
 from __future__ import annotations
 

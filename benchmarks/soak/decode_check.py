@@ -1,4 +1,4 @@
-"""What the decode check says of right and of wrong kernels: the bundled model and a deeper one with random weights.
+"""Asks the decode check about right and about wrong kernels: the bundled model and a deeper one with random weights.
 
     python benchmarks/soak/decode_check.py [--write] [--out FILE]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_optimizer.errors import InputError, printable
 from moe_optimizer.files import write_atomically
-from moe_optimizer.measure.report.heatmap import OCTAVES, UNUSED, colours, times_mean
+from moe_optimizer.measure.report.heatmap import OCTAVES, UNUSED, colours, every, times_mean
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 if TYPE_CHECKING:
@@ -93,23 +93,13 @@ def _cells(load: ExpertLoad, width: int, height: int) -> np.ndarray:
 def _draw_axes(draw: ImageDraw, load: ExpertLoad, origin: tuple[int, int], cell: tuple[int, int]) -> None:
     x, y = origin
     bottom = y + len(load.layers) * cell[1]
-    every = _step(len(load.layers), cell[1], _LINE)
-    for row in range(0, len(load.layers), every):
+    for row in range(0, len(load.layers), every(len(load.layers), cell[1], _LINE)):
         middle = y + row * cell[1] + cell[1] // 2
         draw.text((x - 2 * _GAP, middle), str(load.layers[row].index), fill=_BLACK, anchor="rm")
     draw.text((_MARGIN, y - _GAP), "layer", fill=_GREY, anchor="ls")
-    every = _step(load.num_experts, cell[0], 2 * _LINE)
-    for column in range(0, load.num_experts, every):
+    for column in range(0, load.num_experts, every(load.num_experts, cell[0], 2 * _LINE)):
         draw.text((x + column * cell[0] + cell[0] // 2, bottom + _GAP), str(column), fill=_BLACK, anchor="mt")
     draw.text((x, y - _GAP), "expert", fill=_GREY, anchor="ls")
-
-
-def _step(count: int, pixels: int, room: int) -> int:
-    """Return every how many rows or columns a number fits: 1, 2, 4, 8 ..."""
-    step = 1
-    while step * pixels < room and step < count:
-        step *= 2
-    return step
 
 
 def _label_scale(draw: ImageDraw, x: int, y: int) -> None:

@@ -1,1 +1,1 @@
-"""What each optimization of the embedded engine is worth: from a naive loop up, one added at a time."""
+"""Measures each optimization of the embedded engine: from a naive loop up, one added at a time."""

@@ -58,10 +58,10 @@ def heatmap(load: ExpertLoad, report: LoadReport) -> Picture:
             )
     for colour, parts in shapes.items():
         picture.path("".join(parts), kind="cell", fill=colour)
-    for row in range(0, len(load.layers), _every(len(load.layers), cell_height, 16)):
+    for row in range(0, len(load.layers), every(len(load.layers), cell_height, 16)):
         middle = _TOP + (row + 0.5) * cell_height + 4
         picture.text(_LEFT - 8, middle, str(load.layers[row].index), anchor="end")
-    for column in range(0, load.num_experts, _every(load.num_experts, cell_width, 32)):
+    for column in range(0, load.num_experts, every(load.num_experts, cell_width, 32)):
         picture.text(_LEFT + (column + 0.5) * cell_width, bottom + 16, str(column), anchor="middle")
     picture.text(_LEFT, _TOP - 8, "expert, from left to right; layer, from top to bottom")
     _draw_scale(picture, bottom + 34)
@@ -91,7 +91,7 @@ def _draw_scale(picture: Picture, top: float) -> None:
     picture.text(end + 16, top + 9, "no token")
 
 
-def _every(count: int, size: float, room: float) -> int:
+def every(count: int, size: float, room: float) -> int:
     """Return every how many rows or columns a number fits: 1, 2, 4, 8 ..."""
     step = 1
     while step * size < room and step < count:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.expert_formats import MXFP4
 from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange
-from moe_optimizer.vllm_plugin.experts.base import QuantKeys
+from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
 from moe_optimizer.vllm_plugin.experts.gpt_oss_experts import GptOssExperts
@@ -38,14 +36,8 @@ class NothingBeside:
         """Nothing is needed of it."""
         return True, None
 
-    def workspace_shapes(self, *sizes: Any, **_named: Any) -> Any:
-        """Return the output alone: one row of the model width per token."""
-        tokens, _, hidden, *_ = sizes
-        return (0,), (0,), (tokens, hidden)
-
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        """Return what does nothing."""
-        return TopKWeightAndReduceNoOP()
+    workspace_shapes = MoeOptimizerExperts.workspace_shapes
+    finalize_weight_and_reduce_impl = MoeOptimizerExperts.finalize_weight_and_reduce_impl
 
     def apply(self, *_arguments: Any, **_named: Any) -> NoReturn:
         """Refuse a forward.

@@ -1,4 +1,4 @@
-"""What vLLM asks of an experts class for gpt-oss's checkpoints, whatever the device."""
+"""Answers what vLLM asks of an experts class for gpt-oss's checkpoints, whatever the device."""
 
 from __future__ import annotations
 
