@@ -51,6 +51,9 @@ TINY_MOE = ROOT / "examples" / "tiny-moe"
 READY_TIMEOUT_S = 1500.0
 FORKED = Path(__file__).resolve().parent / "forked"
 """A folder for PYTHONPATH: a server whose Python finds it forks its engine and workers."""
+_SPAWNED = FORKED.with_name("spawned")
+COMPILES = {"MOE_TEST_COMPILES": "1"}
+"""In the environment of a server that compiles its model; the others run vLLM's functions as they are written."""
 # Text like the model's training data, of different lengths, so that several experts and batch sizes come up.
 PROMPTS = (
     "def add(a, b):\n    ",
@@ -157,7 +160,7 @@ def spawning() -> dict[str, str]:
     """Return the environment of a server that starts Python for its engine and workers, as vLLM does by default."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [folder for folder in folders if folder not in ("", str(FORKED))]
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *kept])}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(_SPAWNED), *kept])}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -256,14 +259,14 @@ def compiled_fp32_plan() -> Plan:
 @pytest.fixture(scope="session")
 def stock_fp32(serve_once: Callable[..., Served]) -> Served:
     """Stock vLLM: the plan is there, and the kill switch too. Compiled, as by default."""
-    return serve_once("stock_fp32", compiled_fp32_plan(), MOE_OPTIMIZER_DISABLE="1")
+    return serve_once("stock_fp32", compiled_fp32_plan(), MOE_OPTIMIZER_DISABLE="1", **COMPILES)
 
 
 @pytest.fixture(scope="session")
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
     """Our kernel in the same configuration, after stock vLLM has filled the compile cache. Its API server starts Python
     and imports vLLM, beside modules of the same names (`shadowing`)."""
-    return serve_once("ours_fp32", compiled_fp32_plan(), count=True, **ANEW)
+    return serve_once("ours_fp32", compiled_fp32_plan(), count=True, **ANEW, **COMPILES)
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ def _forked(args: list[str], environment: Mapping[str, str]) -> bool:
 def _importer(descriptor: int, environ: Mapping[str, str]) -> subprocess.Popen[Any]:
     """Start the process that imports vLLM. It ends when the other end of its socket is closed."""
     environment = {**environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", _ROOM: "x" * _ROOM_BYTES}
+    environment["MOE_TEST_COMPILES"] = "1"  # a fork that does not compile says so for itself
     folders = (environment.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2]))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     command = python_command("-m", __name__, str(descriptor))

@@ -13,7 +13,7 @@ import pytest
 from moe_optimizer.proof.record import PassProof, Proof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
 from tests.contract.conftest import Finished, run
-from tests.vllm.conftest import ROOT
+from tests.vllm.conftest import COMPILES, ROOT
 from tests.vllm.heldout import reference_perplexity
 
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
@@ -40,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     # The graphs of the two servers are the same, the kernels being ops in them: the second server finds what Inductor
     # compiled for the first. vLLM's own file of a compiled model has another key for each, and on the CPU vLLM 0.32
     # fails to load it; test_serving_equals_stock.py has it.
-    compiled = {"VLLM_USE_AOT_COMPILE": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    compiled = {"VLLM_USE_AOT_COMPILE": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **COMPILES}
     demo = (str(ROOT / "scripts" / "demo.py"),)
     finished = run([], program=demo, cwd=folder, env=compiled, bounded=False, timeout_s=2500)
     assert finished.code == 0, finished

@@ -32,10 +32,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Compiled, as by default."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     model = write_gpt_oss(folder / "model")
-    plan = plan_here("--logprobs-mode", "raw_logits", model=model)
+    plan = plan_here("--enforce-eager", "--logprobs-mode", "raw_logits", model=model)
     with running(plan, run_dir=folder / "run", ready_timeout_s=READY_TIMEOUT_S) as info:
         answers = ask(info.base_url, prompts())
     return Served(answers, read_proofs(folder / "run"), folder / "run", info)

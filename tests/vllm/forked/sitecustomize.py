@@ -7,18 +7,13 @@ What a forked process lacks of a spawned one is asserted of the servers that spa
 The parent's threads at that moment wait for something: those of ZMQ, of numpy, the two of the plugin.
 """
 
-import gc
 import multiprocessing.context
 import os
-import time
 
 import after_import
+import cheaper
 
-# A quarter of the time that imports take goes into looking for garbage among what lives to the end.
-gc.set_threshold(200_000, 100, 100)
-# vLLM's processes look for each other's messages without a pause, for a second after the last: on a core that another
-# server of the tests could compute on.
-os.sched_yield = lambda: time.sleep(0.0005)
+cheaper.spare()
 # vLLM gives a worker its cores, all but one, by OpenMP's environment. A fork does not read that again: it has as many
 # threads as its parent, and on a busy machine each small operation would wait until all of them had a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
