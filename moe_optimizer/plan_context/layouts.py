@@ -165,8 +165,8 @@ def _most_servers(ctx: PlanContext) -> int | None:
     """Return how many servers may share a machine; None: as many as fit."""
     if ctx.request.layout is not None:
         return max(1, parse_layout(ctx.request.layout).replicas // ctx.request.num_nodes)
-    behind_router = ctx.request.num_nodes == 1
-    if ctx.wish("replicas")[0] is Wish.OFF or (behind_router and unsafe_flag(ctx, UNSAFE_FLAGS)):
+    on_one_machine = ctx.request.num_nodes == 1
+    if ctx.wish("replicas")[0] is Wish.OFF or (on_one_machine and unsafe_flag(ctx, UNSAFE_FLAGS)):
         return 1
     return ctx.section("replicas").count
 
