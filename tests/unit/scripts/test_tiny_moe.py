@@ -90,10 +90,12 @@ def test_model_is_far_better_than_byte_frequencies(measured: dict[str, Any]):
     assert measured["perplexity_per_byte"] < METRICS["baselines"]["unigram_perplexity_per_byte"] / 3
 
 
+@pytest.mark.thorough
 def test_every_byte_of_the_heldout_text_is_counted(measured: dict[str, Any]):
     assert measured["bytes"] == (MODEL / "heldout.txt").stat().st_size
 
 
+@pytest.mark.thorough
 def test_every_expert_of_every_layer_is_used_on_heldout_text(measured: dict[str, Any]):
     # A quarter of the balanced share: below it an expert counts as neglected.
     balanced = 1 / METRICS["model"]["num_experts"]
