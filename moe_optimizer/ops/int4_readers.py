@@ -85,7 +85,7 @@ def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> I
     """
     _check_words("from_awq", qweight=qweight, qzeros=qzeros)
     _check_ranks("from_awq", qweight.dim(), scales=scales, qzeros=qzeros)
-    codes = pack_pairs(_words_along_rows(qweight, _AWQ_ORDER))
+    codes = pack_pairs(_words_along_rows(qweight, _AWQ_ORDER)).contiguous()
     weight = Int4Weight(codes, scales.transpose(-1, -2).contiguous())
     _check("from_awq", weight)
     return weight if qzeros is None else _with_zero("from_awq", weight, _words_along_rows(qzeros, _AWQ_ORDER))

@@ -180,6 +180,7 @@ def test_awq_means_what_its_words_say(group: int, zero_points: bool) -> None:
     zero = integers(rows, columns // group, seed=1) if zero_points else torch.full((rows, columns // group), 8)
     stored = words(zero.T, AWQ_ORDER) if zero_points else None
     got = from_awq(words(codes.T, AWQ_ORDER), scale, stored)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in got)
     assert torch.equal(dequantize_int4(got, torch.float64), plain(codes, zero, scale.T, group))
     assert (got.zero is not None) == zero_points
 
