@@ -58,6 +58,7 @@ def build_spec(
     if tensors is not None:
         stored = compare(tensors, decoder, stored, exact=exact)
     max_position = config.integer(MAX_POSITION, 0) or 0
+    expert_format = quantization.expert_format((entry.modules or EXPERTS, i) for i, entry in moe)
     return ModelSpec(
         name=name,
         path=path,
@@ -92,7 +93,8 @@ def build_spec(
         weight_block=quantization.weight_block,
         fp8_scales=quantization.fp8_scales,
         power_of_two_scales=quantization.power_of_two_scales,
-        expert_format=quantization.expert_format((entry.modules or EXPERTS, i) for i, entry in moe),
+        expert_format=expert_format,
+        int4=quantization.int4 if expert_format == "int4" else None,
         weight_bytes=stored.weight_bytes,
         expert_weight_bytes=stored.expert_weight_bytes,
         dtype=quantization.dtype,

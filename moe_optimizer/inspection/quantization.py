@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.specs.expert_formats import MXFP4_GROUP
-from moe_optimizer.specs.model import ExpertFormat, Fp8Scales
+from moe_optimizer.specs.model import ExpertFormat, Fp8Scales, Int4Scheme
 
 _FOUR = 4
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
@@ -63,6 +63,8 @@ class Quantization:
     """Where the file gives the experts a type of their own."""
     mxfp4: bool = False
     """Whether what is stored in 4 bits by the scheme is MXFP4."""
+    int4: Int4Scheme | None = None
+    """How what is stored in 4 bits by the scheme shares its scales, where that is INT4; None where it is not."""
     scale_bytes_per_weight: float = 0.0
     """Bytes of scales and zero points for each quantised weight."""
     fp8: bool = False
@@ -111,6 +113,8 @@ class Quantization:
             return "dtype"
         if bits == {_FOUR} and (self.mxfp4 or self.expert_bits == _FOUR):
             return "mxfp4"
+        if bits == {_FOUR} and self.int4 is not None:
+            return "int4"
         return "fp8" if bits == {8} and self.scaled_fp8 else "other"
 
     def stored_bits(self, bits: float) -> float:

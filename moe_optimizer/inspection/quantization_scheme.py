@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.fp8_scales import fp8_scales, is_fp8, is_mxfp4, is_scaled_fp8, scale_bytes, weight_block
+from moe_optimizer.inspection.int4_scheme import int4_scheme
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.inspection.quantization import DTYPE_BITS, Group, Quantization
@@ -62,6 +63,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         ignored=ignored,
         expert_bits=bits_of_type(expert_dtype),
         mxfp4=is_mxfp4(scheme, method),
+        int4=int4_scheme(scheme, method),
         scale_bytes_per_weight=scale_bytes(scheme, method, min(group.bits for group in groups)),
         fp8=is_fp8(scheme, method),
         scaled_fp8=is_scaled_fp8(scheme, method),

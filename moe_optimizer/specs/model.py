@@ -7,7 +7,19 @@ from typing import Literal
 
 AttentionKind = Literal["mha", "gqa", "mla", "hybrid", "none"]
 Fp8Scales = Literal["", "block", "channel", "tensor"]
-ExpertFormat = Literal["none", "dtype", "fp8", "mxfp4", "other"]
+ExpertFormat = Literal["none", "dtype", "fp8", "mxfp4", "int4", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Scheme:
+    """How experts of four-bit integers share their scales, whatever method's files they are in."""
+
+    group: int
+    """Neighbouring columns that share a scale; -1: a whole row does."""
+    zero_points: bool
+    """Whether each group has one; else all are 8."""
+    act_order: bool
+    """Whether the columns of a group lie anywhere in the row, in an order that the file has beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +118,10 @@ class ModelSpec:
     expert_format: ExpertFormat
     """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
     FP8 with FP32 scales, of `weight_block` or else of tensors or channels; mxfp4: codes of four bits, a power of two
-    for each 32; other: in another way, or not all alike; none: a dense model."""
+    for each 32; int4: integers of four bits as `int4` says; other: in another way, or not all alike; none: a dense
+    model."""
+    int4: Int4Scheme | None = None
+    """How they share their scales, where `expert_format` is int4."""
     weight_bytes: int
     """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
     expert_weight_bytes: int

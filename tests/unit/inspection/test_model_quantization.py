@@ -132,7 +132,14 @@ def fp8_group(**weights: Any) -> dict[str, Any]:
          "fp8", None),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_group"}}},
          "other", None),
-        (GPTQ, "other", None),
+        (GPTQ, "int4", None),
+        (GPTQ | {"bits": 8}, "other", None),
+        (GPTQ | {"checkpoint_format": "marlin"}, "other", None),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "other", None),
+        (GPTQ | {"dynamic": {"-:.*self_attn.*": {}}}, "int4", None),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"group_size": 32}}}, "other", None),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemv"}, "other", None),
+        (compressed(4, weights={"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}), "other", None),
     ],
 )  # fmt: skip
 def test_expert_format_whatever_the_method(
