@@ -11,6 +11,7 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.ops.cuda_variants import Variant, rounds_activations, variant_named
 from moe_optimizer.ops.expert_inputs import columns_of, holds_mxfp4
 from moe_optimizer.ops.kernel_arguments import CudaProblem
+from moe_optimizer.specs.expert_formats import int4_weights
 from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds
 
 
@@ -36,6 +37,9 @@ def measured_variant(problem: CudaProblem) -> Variant | None:
 def _weights(problem: CudaProblem) -> str:
     if problem.w13_scale is None:
         return "bf16"
+    if problem.int4:
+        group = columns_of(problem.w13) // max(1, problem.w13_scale.shape[-1])
+        return int4_weights(group, zero_points=problem.w13_zero is not None)
     if holds_mxfp4(problem.w13):
         return "mxfp4"
     return "fp8_channel" if problem.w13_scale.dim() == 2 else "fp8_block"

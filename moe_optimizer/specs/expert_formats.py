@@ -1,4 +1,4 @@
-"""Names and sizes of the formats that experts are converted to, for planning, which imports no torch."""
+"""Names and sizes of the formats in which experts are held, for planning, which imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ MXFP4_GROUP = 32
 INT4 = "int4"
 INT4_GROUPS = (32, 64, 128)
 """Columns that may share a scale of 16 bits."""
+
+
+def int4_weights(group: int, *, zero_points: bool) -> str:
+    """Return how tables of kernel speeds call INT4 weights: "int4_g128", with zero points "int4_g128z"."""
+    return f"{INT4}_g{group}{'z' if zero_points else ''}"
 
 
 def four_bits(weight_format: str, group: int) -> float:

@@ -49,7 +49,8 @@ class SpeedQuestion:
     device: str
     """GPU as the driver names it; for a processor its name, instruction set and number of threads."""
     weights: str
-    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4"."""
+    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4",
+    "int4_g128", "int4_g128z" (with zero points)."""
     shape: LayerShape
     kernel_hash: str
     """Of the sources that our kernels for this device are built from."""

@@ -10,7 +10,7 @@ from moe_optimizer.costs.roofline import expected_experts_hit, memory_bandwidth,
 from moe_optimizer.measure.report.chart import Point, Series, chart
 from moe_optimizer.measure.report.scale import logarithmic
 from moe_optimizer.measure.report.svg import Picture
-from moe_optimizer.specs.expert_formats import MXFP4_BITS
+from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4_BITS, four_bits, int4_weights
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
 
@@ -21,6 +21,7 @@ _WEIGHT_BITS = {
     "fp8_block": 8.0 + 32.0 / 128**2,
     "fp8_channel": 8.0,
     "mxfp4": MXFP4_BITS,
+    **{int4_weights(group, zero_points=False): four_bits(INT4, group) for group in INT4_GROUPS},
 }
 _IN_WORDS = {
     "fp32": "FP32",
@@ -29,6 +30,7 @@ _IN_WORDS = {
     "fp8_block": "FP8",
     "fp8_channel": "FP8 per channel",
     "mxfp4": "MXFP4",
+    **{int4_weights(group, zero_points=False): f"INT4, groups of {group}" for group in INT4_GROUPS},
 }
 _ACTIVATION_BYTES = 2
 STOCK_NAME = "vLLM"

@@ -101,7 +101,7 @@ def test_a_report_without_quality_says_how_to_judge_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "pictures"), [("speed", 3), ("latency", 4), ("experts", 1), ("roofline", 3), ("step", 4)]
+    ("name", "pictures"), [("speed", 3), ("latency", 4), ("experts", 1), ("roofline", 4), ("step", 4)]
 )
 def test_every_plot_is_there(page: str, name: str, pictures: int):
     assert section(page, name).count("<svg") == pictures
