@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.specs.expert_formats import MXFP4
+from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4, int4_weights
 from moe_optimizer.specs.model import ModelSpec
 
 OP = "fused_experts"
+INT4_OP = "int4_experts"
+"""That of INT4 weights on the CPU."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NOT_DATA_PARALLEL = "does not run under data parallelism"
 """What the plugin's experts class says of itself on the CPU build."""
@@ -18,10 +20,14 @@ _PINNED_ON_GPUS = {
     "--all2all-backend": ("allgather_reducescatter",),
 }
 """Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
-_PINNED_FOR_GPT_OSS: dict[str, tuple[str, ...]] = {"--moe-backend": ("auto",), "--quantization-config": ()}
+_PINNED_AS_STORED: dict[str, tuple[str, ...]] = {"--moe-backend": ("auto",), "--quantization-config": ()}
+_PINNED_AS_INT4: dict[str, tuple[str, ...]] = _PINNED_AS_STORED | {"--quantization": ()}
 _ACTIVATIONS = ("silu", "swiglu")
 _MAX_EXPERTS = 1024
 _GPT_OSS = "gpt_oss"
+_HIDDEN_MULTIPLE = {"gptq": 128, "awq": 128}
+"""Method -> what the hidden size must be a multiple of, or vLLM loads the experts with another method (moe_wna16)."""
+_INT4_DTYPES = ("bfloat16", "float16")
 _MAX_TOP_K = 32
 
 
@@ -32,10 +38,13 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
         return "the model has no experts"
     fp8 = ctx.device == "cuda" and model.expert_format == "fp8" and bool(model.fp8_scales)
     gpt_oss = has_gpt_oss_experts(model)
-    if model.quant_method is not None and not fp8 and not gpt_oss:
+    if model.quant_method is not None and not fp8 and not stored_four_bits(model):
         readable = "unquantised experts" + (", FP8 ones with FP32 scales" if ctx.device == "cuda" else "")
+        readable += ", INT4 ones of GPTQ, AWQ or compressed-tensors"
         found = f"{model.quant_method}, {model.weight_bits:g} bits"
         return f"needs {readable} or gpt-oss's in MXFP4, found {found}, which vLLM serves as they are"
+    if why := _why_not_int4(ctx):
+        return why
     if model.expert_matrices != 3:
         return f"needs gated experts (3 matrices), found {model.expert_matrices}"
     if model.expert_activation not in _ACTIVATIONS:
@@ -58,13 +67,68 @@ def has_gpt_oss_experts(model: ModelSpec) -> bool:
     return model.expert_format == MXFP4 and model.model_type == _GPT_OSS
 
 
+def stored_four_bits(model: ModelSpec) -> str:
+    """Return how experts are in four bits that our kernels read as they are: "mxfp4" of gpt-oss, or "int4"; else ""."""
+    if model.expert_format == INT4:
+        return INT4
+    return MXFP4 if has_gpt_oss_experts(model) else ""
+
+
+def stored_table(model: ModelSpec) -> str:
+    """Return how the tables of kernel speeds call the experts of `stored_four_bits`."""
+    scheme = model.int4
+    return MXFP4 if scheme is None else int4_weights(scheme.group, zero_points=scheme.zero_points)
+
+
+def _why_not_int4(ctx: PlanContext) -> str:
+    """Return why our kernels cannot read the experts of an INT4 checkpoint, or "" where they can or there are none."""
+    model, scheme = ctx.model, ctx.model.int4
+    if scheme is None:
+        return ""
+    if scheme.act_order:
+        return (
+            f"the {model.quant_method} checkpoint has act-order (desc_act, actorder): neighbouring columns have scales "
+            "of their own then, for which the kernels have no place"
+        )
+    groups = ", ".join(map(str, INT4_GROUPS))
+    if scheme.group not in INT4_GROUPS:
+        found = "of whole rows" if scheme.group < 0 else str(scheme.group)
+        return f"needs INT4 in groups of {groups}, found {found}"
+    if model.quant_method == "gptq" and scheme.zero_points:
+        return "needs symmetric GPTQ: vLLM has no method for GPTQ experts with zero points"
+    multiple = _HIDDEN_MULTIPLE.get(str(model.quant_method), 1)
+    if model.expert_hidden_size % multiple:
+        return (
+            f"needs a hidden size in multiples of {multiple}, found {model.expert_hidden_size}: vLLM loads others with "
+            "its method moe_wna16"
+        )
+    if ctx.dtype not in _INT4_DTYPES:
+        return f"needs bfloat16 or float16 beside INT4, found {ctx.dtype}"
+    return ""
+
+
+def why_groups_are_cut(ctx: PlanContext) -> str:
+    """Return why a device's part of the experts of an INT4 checkpoint is no whole number of groups, or ""."""
+    model, scheme, split = ctx.model, ctx.model.int4, ctx.parallelism
+    if scheme is None:
+        return ""
+    width = model.moe_intermediate_size // (1 if split.expert_parallel else split.num_devices)
+    if model.expert_hidden_size % scheme.group == width % scheme.group == 0:
+        return ""
+    return (
+        f"needs a hidden size and an expert width in multiples of {scheme.group}, which share a scale, "
+        f"found {model.expert_hidden_size} and {width}"
+    )
+
+
 def why_not_built(ctx: PlanContext) -> str:
     """Return why the kernel is not there for the planned device, or ""."""
     kernels = ctx.software.kernels
     if not kernels.built:
         return f"kernel not built: {kernels.reason}"
     if ctx.device == "cpu":
-        return "" if OP in kernels.cpu_ops else f"{OP} has no CPU kernel in this build"
+        needed = INT4_OP if ctx.model.int4 is not None else OP
+        return "" if needed in kernels.cpu_ops else f"{needed} has no CPU kernel in this build"
     if OP not in kernels.cuda_ops:
         why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
         return f"{OP} has no CUDA kernel in this build{why}"
@@ -81,9 +145,10 @@ def why_not_beside_triton(ctx: PlanContext) -> str:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"
     if ctx.wish("dual_batch_overlap")[0] is Wish.ON:
         return "dual_batch_overlap needs DeepEP, which hands over tokens as the kernel does not read them"
-    own_choice = has_gpt_oss_experts(ctx.model)
+    own_choice = stored_four_bits(ctx.model)
     needed = "vLLM's own choice of a backend" if own_choice else "vLLM's Triton experts beside it"
-    for flag, fitting in (_PINNED_ON_GPUS | (_PINNED_FOR_GPT_OSS if own_choice else {})).items():
+    further = {INT4: _PINNED_AS_INT4, MXFP4: _PINNED_AS_STORED}.get(own_choice, {})
+    for flag, fitting in (_PINNED_ON_GPUS | further).items():
         value = ctx.pinned.value(flag)
         if value not in (None, *fitting):
             return f"needs {needed}, found {f'{flag} {value}'.strip()} after --"

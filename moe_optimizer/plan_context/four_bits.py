@@ -6,10 +6,9 @@ from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
-from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
+from moe_optimizer.plan_context.expert_kernel import INT4_OP, why_not_for_converted_weights
 from moe_optimizer.specs.expert_formats import INT4, MXFP4, MXFP4_GROUP, four_bits
 
-_INT4_OP = "int4_experts"
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
 
@@ -22,8 +21,11 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
         return "our kernels read INT4 on the CPU only: on GPUs the format is mxfp4"
     if section.format == MXFP4 and section.group != MXFP4_GROUP:
         return f"mxfp4 has a scale per {MXFP4_GROUP} weights, found group {section.group} (format int4 has it)"
-    if model.expert_format == MXFP4:
-        return "the experts are in four bits already (MXFP4): flash_dmoe says which kernels read them"
+    if model.expert_format in (INT4, MXFP4):
+        return (
+            f"the experts are in four bits already ({model.expert_format.upper()}): flash_dmoe says which kernels "
+            "read them"
+        )
     if model.quant_method is not None:
         return f"needs unquantised expert weights to convert, found {model.quant_method}"
     if load_balancer_runs(ctx):
@@ -40,8 +42,8 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
             f"found {model.expert_hidden_size} and {width}"
         )
     why = why_not_for_converted_weights(ctx)
-    if not why and section.format == INT4 and _INT4_OP not in ctx.software.kernels.cpu_ops:
-        return f"{_INT4_OP} has no CPU kernel in this build"
+    if not why and section.format == INT4 and INT4_OP not in ctx.software.kernels.cpu_ops:
+        return f"{INT4_OP} has no CPU kernel in this build"
     return why
 
 

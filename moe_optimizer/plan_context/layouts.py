@@ -16,7 +16,12 @@ from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
-from moe_optimizer.plan_context.expert_kernel import has_gpt_oss_experts, why_model_does_not_fit, why_not_built
+from moe_optimizer.plan_context.expert_kernel import (
+    stored_four_bits,
+    stored_table,
+    why_model_does_not_fit,
+    why_not_built,
+)
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -147,6 +152,8 @@ def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:
 
 def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> str:
     """Return how the tables of kernel speeds call the experts' weights; "" where they have none."""
+    if ctx.model.int4 is not None:
+        return stored_table(ctx.model)
     if ctx.model.expert_format == MXFP4 or (converted is not None and converted[0] == MXFP4_BITS):
         return MXFP4
     if converted is not None or ctx.model.expert_format == "fp8":
@@ -156,7 +163,7 @@ def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> 
 
 def _ours(ctx: PlanContext) -> bool:
     wish, _ = ctx.wish("flash_dmoe")
-    if wish is Wish.OFF or (has_gpt_oss_experts(ctx.model) and wish is not Wish.ON):
+    if wish is Wish.OFF or (stored_four_bits(ctx.model) and wish is not Wish.ON):
         return False
     return not why_model_does_not_fit(ctx) and not why_not_built(ctx)
 

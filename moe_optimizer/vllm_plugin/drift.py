@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT_OSS_LOADED
+from moe_optimizer.vllm_plugin.experts.int4_choice import INT4_CHOICE, INT4_LOADED
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
@@ -90,6 +91,12 @@ def _patched(patch: Patch, root: Path) -> tuple[SeamStatus, str]:
     digest = compat.fingerprint(source)
     versions = [version for version, known in patch.fingerprints.items() if known == digest]
     return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
+
+
+def _first_patched(patches: Sequence[Patch], root: Path) -> tuple[SeamStatus, str]:
+    """Look for the first patch whose module is there: a target may have moved between versions."""
+    there = (patch for patch in patches if compat.module_path(root, patch.module).is_file())
+    return _patched(next(there, patches[-1]), root)
 
 
 def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
@@ -177,6 +184,16 @@ _SEAMS = (
     _patch("fp8 kernel choice", FP8_ORACLE),
     _patch("gpt-oss kernel choice", GPT_OSS_CHOICE),
     _patch("gpt-oss loaded weights", GPT_OSS_LOADED),
+    _patch("INT4 kernel choice", INT4_CHOICE),
+    *(
+        _Known(
+            name=f"INT4 loaded weights ({method})",
+            look=partial(_first_patched, loading),
+            why=loading[-1].why,
+            remove_when=loading[-1].remove_when,
+        )
+        for method, loading in INT4_LOADED.items()
+    ),
     _patch("unquantized experts' weights", LAYERWISE_LOADING),
     _Known(
         name="layerwise loading",

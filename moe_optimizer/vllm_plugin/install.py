@@ -18,11 +18,12 @@ from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.shown import flag_decisions
-from moe_optimizer.specs.expert_formats import MXFP4
+from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.vllm_plugin.compat import supported_version
 from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS
 from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT_OSS_LOADED
+from moe_optimizer.vllm_plugin.experts.int4_choice import INT4_CHOICE, INT4_LOADED
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
@@ -127,8 +128,13 @@ def install_experts(session: PluginSession, decision: Decision | None = None) ->
     _patch(session, EXPERTS_PASS, UNQUANTIZED_ORACLE)
     if decision is None or decision.params_as(FlashDmoeParams).kernel == "cuda":
         _patch(session, EXPERTS_PASS, FP8_ORACLE)
-    if session.plan is None or session.plan.model.expert_format == MXFP4:
-        _patch(session, None if session.plan is None else EXPERTS_PASS, GPT_OSS_CHOICE, GPT_OSS_LOADED)
+    # Without a plan it is not known whose weights will come.
+    stored, needed_by = ("", None) if session.plan is None else (session.plan.model.expert_format, EXPERTS_PASS)
+    if stored in ("", MXFP4):
+        _patch(session, needed_by, GPT_OSS_CHOICE, GPT_OSS_LOADED)
+    if stored in ("", INT4):
+        methods = INT4_LOADED if session.plan is None else (str(session.plan.model.quant_method),)
+        _patch(session, needed_by, INT4_CHOICE, *(patch for method in methods for patch in INT4_LOADED[method]))
     # Where it is refused, the experts serve without the canary, and the proof has none.
     _patch(session, None, WORKER_MODEL_LOADED)
 

@@ -11,8 +11,10 @@ from tests.builders.models import (
     mixtral_8x7b,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
+    qwen3_30b_a3b_int4,
     shaped_model,
     tiny_moe,
+    tiny_moe_int4,
 )
 from tests.builders.plans import (
     OURS,
@@ -43,9 +45,11 @@ __all__ = [
     "profile_with",
     "qwen3_30b_a3b",
     "qwen3_30b_a3b_fp8",
+    "qwen3_30b_a3b_int4",
     "request",
     "shaped_model",
     "software",
     "tiny_moe",
+    "tiny_moe_int4",
     "with_arguments",
 ]

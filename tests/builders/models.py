@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.inspection.model_inspector import ModelInspector
-from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
+from moe_optimizer.specs.model import AttentionKind, AttentionSpec, Int4Scheme, ModelSpec
 
 _TINY_MOE = Path(__file__).parents[2] / "examples" / "tiny-moe"
 
@@ -131,6 +131,20 @@ def qwen3_30b_a3b_fp8() -> ModelSpec:
     )
 
 
+def qwen3_30b_a3b_int4(**changes: Any) -> ModelSpec:
+    """As the published GPTQ checkpoint: its files have zero points, all 8."""
+    bytes_per_weight = (4 + (16 + 4) / 128) / 8
+    fields: dict[str, Any] = {
+        "quant_method": "gptq",
+        "weight_bits": 8 * bytes_per_weight,
+        "expert_format": "int4",
+        "int4": Int4Scheme(group=128, zero_points=False, act_order=False),
+        "expert_bytes_per_weight": bytes_per_weight,
+        "linear_bytes_per_weight": bytes_per_weight,
+    }
+    return qwen3_30b_a3b(name="Qwen3-30B-A3B-GPTQ-Int4", **(fields | changes))
+
+
 def mixtral_8x7b() -> ModelSpec:
     return shaped_model(
         name="Mixtral-8x7B-v0.1",
@@ -223,3 +237,18 @@ def _inspected_tiny_moe() -> ModelSpec:
 
 def dense_model() -> ModelSpec:
     return shaped_model(name="dense-8b", experts=0, width=0, layers=32, dense_width=12288)
+
+
+def tiny_moe_int4() -> ModelSpec:
+    """The bundled model with its experts in compressed-tensors' INT4, with zero points."""
+    model, group = tiny_moe(), 64
+    expert_bytes = round(model.expert_params * (4 + (16 + 4) / group) / 8)
+    return dataclasses.replace(
+        model,
+        quant_method="compressed-tensors",
+        weight_bits=4 + (16 + 4) / group,
+        expert_format="int4",
+        int4=Int4Scheme(group=group, zero_points=True, act_order=False),
+        weight_bytes=model.weight_bytes - model.expert_weight_bytes + expert_bytes,
+        expert_weight_bytes=expert_bytes,
+    )

@@ -22,9 +22,11 @@ from tests.builders import (
     profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
+    qwen3_30b_a3b_int4,
     request,
     software,
     tiny_moe,
+    tiny_moe_int4,
 )
 from tests.golden.stored import PLANS, read_plan, stored_texts
 
@@ -76,6 +78,8 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),
     "qwen3-30b-a3b-fp8_h100_sxm-x4_balanced": (qwen3_30b_a3b_fp8, ("h100_sxm", 4), "balanced"),
+    "qwen3-30b-a3b-int4_h100_sxm-x1_balanced": (qwen3_30b_a3b_int4, ("h100_sxm", 1), "balanced"),
+    "qwen3-30b-a3b-int4_h200-x1_ours": (qwen3_30b_a3b_int4, ("h200", 1), "ours"),
     "mixtral-8x7b_h100_sxm-x2_balanced": (mixtral_8x7b, ("h100_sxm", 2), "balanced"),
     "deepseek-v3_h200-x8_balanced": (deepseek_v3, ("h200", 8), "balanced"),
     "deepseek-v3_h200-x8_aggressive": (deepseek_v3, ("h200", 8), "aggressive"),
@@ -97,6 +101,7 @@ CASES = {
     "tiny-moe_cpu_placed": (tiny_moe, None, "ep-2"),
     "tiny-moe_cpu_sparse": (tiny_moe, None, "sparse"),
     "tiny-moe_cpu_four-bit": (tiny_moe, None, "four-bit"),
+    "tiny-moe-int4_cpu_balanced": (tiny_moe_int4, None, "balanced"),
     "tiny-moe_cpu_int4": (tiny_moe, None, "int4"),
 }
 
@@ -110,7 +115,7 @@ def plan_for(tmp_path):
     def make(case: str) -> Plan:
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
-        built = ("fused_experts",) if case.startswith("gpt-oss") else ()
+        built = ("fused_experts",) if case.startswith(("gpt-oss", "qwen3-30b-a3b-int4")) else ()
         installed = software("cuda" if machine else "cpu", location=str(tmp_path), cuda_ops=built)
         if case.endswith("_tuned"):
             (tmp_path / TUNED).write_text(json.dumps(TUNED_ROWS))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -363,15 +363,32 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Offline]:
 
 
 def _answered_offline(folder: Path) -> dict[str, Offline]:
-    plans, text = _offline_plans(), (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
+    # Raw logits say nothing of a text's likelihood.
+    text = (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
+    return answered_offline(
+        folder, _offline_plans(), texts=dict.fromkeys(FOUR_BITS, text), stand_ins={"broken kernel": _BROKEN_KERNEL}
+    )
+
+
+def answered_offline(
+    folder: Path, plans: Mapping[str, Plan], *, texts: Mapping[str, str] = {}, stand_ins: Mapping[str, str] = {}
+) -> dict[str, Offline]:
+    """Serve plans without a server, one after the other in forks of one process that has imported vLLM.
+
+    Args:
+        folder: gets a run folder for each.
+        plans: by name.
+        texts: name -> text whose perplexity is asked for.
+        stand_ins: name -> code that is executed before anything of the plan is loaded.
+    """
     for name, plan in plans.items():
         run_dir = folder / name
         run_dir.mkdir(mode=0o700)
         (run_dir / "plan.json").write_text(plan.to_json())
-        # Raw logits say nothing of a text's likelihood.
-        asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "text": text if name in FOUR_BITS else ""}
+        asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "text": texts.get(name, "")}
         (run_dir / "request.json").write_text(json.dumps(asked))
-    (folder / "broken kernel" / "stand_in.py").write_text(_BROKEN_KERNEL)
+        if name in stand_ins:
+            (run_dir / "stand_in.py").write_text(stand_ins[name])
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.offline", *(str(folder / name) for name in plans)],
         cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True,

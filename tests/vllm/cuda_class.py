@@ -127,15 +127,20 @@ class Kernels:
         self.failure: Exception | None = None
 
     def run(self, problem: Any, variant: Any) -> None:
+        from moe_optimizer.ops.int4 import Int4Weight
         from moe_optimizer.ops.reference import fused_experts
 
         if self.failure is not None:
             raise self.failure
         self.runs.append((str(variant), problem.x.shape[0]))
         changed = self.change(problem)
+        (w13, w2), scales = (changed.w13, changed.w2), (changed.w13_scale, changed.w2_scale)
+        if changed.int4:
+            w13 = Int4Weight(w13, changed.w13_scale, changed.w13_zero)
+            w2, scales = Int4Weight(w2, changed.w2_scale, changed.w2_zero), (None, None)
         out = fused_experts(
-            changed.x, changed.w13, changed.w2, changed.topk_weights, changed.topk_ids,
-            expert_map=changed.expert_map, w13_scale=changed.w13_scale, w2_scale=changed.w2_scale,
+            changed.x, w13, w2, changed.topk_weights, changed.topk_ids,
+            expert_map=changed.expert_map, w13_scale=scales[0], w2_scale=scales[1],
             w13_bias=changed.w13_bias, w2_bias=changed.w2_bias, activation=changed.activation,
         )  # fmt: skip
         problem.out.copy_(out * (2 if str(variant) == self.wrong else 1))

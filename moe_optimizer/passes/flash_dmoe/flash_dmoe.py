@@ -26,15 +26,25 @@ from moe_optimizer.plan_context.expert_kernel import (
     NOT_DATA_PARALLEL,
     OP,
     converted_format,
-    has_gpt_oss_experts,
+    stored_four_bits,
+    why_groups_are_cut,
     why_model_does_not_fit,
     why_not_beside_triton,
     why_not_built,
 )
-from moe_optimizer.specs.expert_formats import MXFP4
+from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenRange, fastest_ranges, never_slower
 
 _ASK_FOR_OURS = "--enable-flash-dmoe takes ours"
+_IN_WORDS = {MXFP4: "gpt-oss's experts", INT4: "the INT4 experts"}
+_STOCK_READS = {
+    MXFP4: "vLLM's own kernels compute gpt-oss's experts (Triton's where its package is there, else Marlin)",
+    INT4: "vLLM's own kernels compute the INT4 experts (Marlin, or Humming where its package is there)",
+}
+_WHY_NOT_OURS = {
+    MXFP4: "were not measured beside these",
+    INT4: "were not measured beside these on such a layer with the kernels of this build",
+}
 _AMX = "amx_tile"
 _CALIBRATE_HINT = "`moe-optimizer serve` (--calibrate) or `moe-optimizer measure speeds` measures it"
 
@@ -52,14 +62,14 @@ class FlashDmoe(OptimizationPass):
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
     limits = (
-        "gated SiLU experts without biases, or gpt-oss's; at most 1024 experts and top-32, no LoRA; on the CPU no data "
-        "parallelism; on GPUs Hopper, BF16 activations, BF16, FP8 or MXFP4 weights"
+        "gated SiLU experts without biases, or gpt-oss's; no act-order; at most 1024 experts and top-32, no LoRA; on "
+        "the CPU no data parallelism; on GPUs Hopper, BF16 activations, BF16, FP8, MXFP4 or INT4 weights"
     )
     no_gain = "our kernel and vLLM's are not measured on this machine"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check the model's experts, then vLLM, then which kernels are built."""
-        return why_model_does_not_fit(ctx) or _vllm_fits(ctx) or why_not_built(ctx)
+        return why_model_does_not_fit(ctx) or why_groups_are_cut(ctx) or _vllm_fits(ctx) or why_not_built(ctx)
 
     def is_required(self, ctx: PlanContext) -> bool:
         """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""
@@ -72,8 +82,8 @@ class FlashDmoe(OptimizationPass):
     def _on_gpus(self, ctx: PlanContext) -> Decision:
         if converted_format(ctx):
             return self._converted_on_gpus(ctx)
-        if has_gpt_oss_experts(ctx.model):
-            return self._gpt_oss_on_gpus(ctx)
+        if stored_four_bits(ctx.model):
+            return self._as_stored_on_gpus(ctx)
         asked, tables = questions(ctx), found_tables(ctx)
         if not asked:
             return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
@@ -145,24 +155,35 @@ class FlashDmoe(OptimizationPass):
             vllm_args=NO_ARGUMENTS if peers.FLAG in ctx.pinned else ServeArguments(peers.FLAG, peers.TRITON),
         )
 
-    def _gpt_oss_on_gpus(self, ctx: PlanContext) -> Decision:
-        """Return the decision for MXFP4 experts of the checkpoint, which vLLM repacks for a kernel of its own."""
+    def _as_stored_on_gpus(self, ctx: PlanContext) -> Decision:
+        """Return the decision for experts that are in four bits in the checkpoint, which vLLM repacks for a kernel of
+        its own: one kernel or the other computes every number of tokens.
+        """
+        four_bits, weights = stored_four_bits(ctx.model), stored_weights(ctx)[0]
         table, ranges, measured = _ours_alone(ctx)
-        if ctx.wish(self.name)[0] is not Wish.ON:
-            reason = (
-                "vLLM's own kernels compute gpt-oss's experts (Triton's where its package is there, else Marlin); ours "
-                f"read them as they are stored, and were not measured beside these: {_ASK_FOR_OURS}"
-            )
-            return self._left_to_vllm(ctx, reason)
+        evidence = () if table is None else (table.source,)
+        # Beside gpt-oss's own kernels nothing is measured: the tables compare with Marlin on a layer of another kind.
+        compared = table if four_bits == INT4 else None
+        faster = compared is not None and peers.never_slower_than(
+            lambda row: min(row.ours_us.values()), peers.of_backend(compared.backend), compared.rows
+        )
+        if not faster and ctx.wish(self.name)[0] is not Wish.ON:
+            why = f"ours read them as they are stored, and {_WHY_NOT_OURS[four_bits]}"
+            if compared is not None:
+                why = f"{speeds.why_vllms((compared,))}, {measured}"
+            return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)
         return self.decision(
             ctx,
             Status.ON,
-            f"our CUDA kernels, {MXFP4} weights",
-            f"read gpt-oss's experts as the checkpoint stores them, in place of vLLM's kernels; {measured}",
+            f"our CUDA kernels, {weights} weights",
+            f"read {_IN_WORDS[four_bits]} as the checkpoint stores them, in place of vLLM's kernels; {measured}",
             Applier.PLUGIN,
-            evidence=() if table is None else (table.source,),
+            evidence=evidence,
+            gain=speeds.gain_over_stock(compared, lambda row: min(row.ours_us.values()), ctx.workload.batch_size)
+            if compared
+            else None,
             no_gain="ours and vLLM's kernels are not measured side by side on such experts",
-            params=FlashDmoeParams(kernel="cuda", measure=(), dispatch={MXFP4: ranges}),
+            params=FlashDmoeParams(kernel="cuda", measure=(), dispatch={weights: ranges}),
         )
 
     def _backend(self, ctx: PlanContext, table: KernelSpeeds, name: str, ours: peers.Times, **fields: Any) -> Decision:
@@ -188,14 +209,15 @@ class FlashDmoe(OptimizationPass):
     def _on_the_cpu(self, ctx: PlanContext) -> Decision:
         tables = {key: table for key, table in found_tables(ctx).items() if not table.unfinished}
         needs, (wish, origin) = _needed_for(ctx), ctx.wish(self.name)
-        if has_gpt_oss_experts(ctx.model) and not needs and wish is not Wish.ON:
-            reason = f"vLLM's own kernel computes gpt-oss's experts with AMX, which this processor has: {_ASK_FOR_OURS}"
-            return self._left_to_vllm(ctx, reason)
+        four_bits = stored_four_bits(ctx.model)
+        if four_bits and not needs and wish is not Wish.ON:
+            read = f"vLLM's own kernel computes {_IN_WORDS[four_bits]} with AMX, which this processor has"
+            return self._left_to_vllm(ctx, f"{read}: {_ASK_FOR_OURS}")
         forced = bool(needs) or wish is Wish.ON
         if not tables and not forced:
             return self._pending(ctx) if ctx.request.will_measure else self._unmeasured(ctx)
         faster = bool(tables) and all(never_slower(table.rows, OP) for table in tables.values())
-        measure = () if needs or has_gpt_oss_experts(ctx.model) else open_questions(ctx)
+        measure = () if needs or four_bits else open_questions(ctx)
         evidence = _sources(tables)
         params = FlashDmoeParams(kernel="cpu", measure=measure, cores=worker_cores(ctx) if measure else ())
         warnings = _disturbed(tables)
@@ -247,7 +269,7 @@ def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange
     table = table_of_ours_alone(ctx)
     if table is None:
         by_arithmetic = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
-        return None, speeds.UNMEASURED[stored_weights(ctx)[0]], by_arithmetic
+        return None, speeds.unmeasured(stored_weights(ctx)[0]), by_arithmetic
     ranges = fastest_ranges(table.rows)
     gains = [row.stock_us / min(row.ours_us.values()) for row in table.rows]
     against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's Marlin on such weights"
@@ -291,8 +313,9 @@ def _ratios(table: KernelSpeeds) -> str:
 def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
     """Return what our kernel is on the CPU the only one for."""
     needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if _needed_for_experts_apart(ctx) else ()
-    if has_gpt_oss_experts(ctx.model) and _AMX not in ctx.cpu.isa:
-        needs += ("gpt-oss's experts, which vLLM's CPU kernel reads only with AMX",)
+    four_bits = stored_four_bits(ctx.model)
+    if four_bits and _AMX not in ctx.cpu.isa:
+        needs += (f"{_IN_WORDS[four_bits]}, which vLLM's CPU kernel reads only with AMX",)
     converted = converted_format(ctx)
     return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_optimizer.plan.decision import Gain
+from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.kernel_speeds import (
     ANY_NUMBER,
     STOCK,
@@ -16,15 +17,20 @@ from moe_optimizer.specs.kernel_speeds import (
 )
 from moe_optimizer.specs.quantity import Quantity, Source
 
-_DIRECT_TOKENS = 8
-UNMEASURED = {
-    "mxfp4": (
-        TokenRange(up_to=_DIRECT_TOKENS, use="direct"),
-        TokenRange(up_to=ANY_NUMBER, use="grouped-mxfp4_weights"),
-    ),
-}
-"""Weights that only our kernels read -> which of them where nothing was measured: as on an H100 (Qwen3-30B-A3B's layer,
-benchmarks/records/2026-11-23_h100_mxfp4_experts.json), with the tile by the tokens of an expert."""
+_DIRECT_TOKENS = {MXFP4: 8, INT4: 64}
+"""Up to how many tokens the direct kernels were as fast as the grouped ones on an H100 (Qwen3-30B-A3B's layer,
+benchmarks/records/2026-11-23_h100_mxfp4_experts.json and 2026-11-24_h100_int4_experts.json)."""
+
+
+def unmeasured(weights: str) -> tuple[TokenRange, ...]:
+    """Return which kernels read weights that only ours read, where nothing was measured: the tile is chosen by the
+    tokens of an expert.
+    """
+    four_bits, _, _ = weights.partition("_")
+    return (
+        TokenRange(up_to=_DIRECT_TOKENS[four_bits], use="direct"),
+        TokenRange(up_to=ANY_NUMBER, use=f"grouped-{four_bits}_weights"),
+    )
 
 
 def uses_in_words(ranges: Sequence[TokenRange]) -> str:

@@ -7,9 +7,8 @@ from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_threads
 from moe_optimizer.plan_context.expert_balancing import given_replicas, load_balancer_runs
-from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format, has_gpt_oss_experts
+from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format, stored_four_bits, stored_table
 from moe_optimizer.plan_context.triton_config import tuned_digest
-from moe_optimizer.specs.expert_formats import MXFP4
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
 
 ONLINE_SCHEMES = {"fp8": "fp8_tensor", "fp8_per_tensor": "fp8_tensor", "fp8_per_channel": "fp8_channel",
@@ -46,8 +45,8 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     """Return how the experts' weights may be stored when they are served, the likely one first, by the names of the
     tables. A second one is there for layers that stay as loaded, or where the model does not say.
     """
-    if has_gpt_oss_experts(ctx.model):
-        return (MXFP4,)
+    if stored_four_bits(ctx.model):
+        return (stored_table(ctx.model),)
     if ctx.device == "cpu":
         converted = converted_format(ctx)
         return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)

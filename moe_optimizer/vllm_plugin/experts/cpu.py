@@ -89,7 +89,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         if result.reason:
             for pass_name in form.passes:
                 session.refused(pass_name, f"{name}: self-check failed: {result.reason}")
-            self._hand_to_stock(layer, name, ours.expert_map)
+            self._hand_to_stock(layer, name, ours.expert_map, result.reason)
             return
         self.weights = weights
         self.keep(layer, weights)
@@ -132,17 +132,20 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             session.writer.touch()
         return again
 
-    def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None) -> None:
+    def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None, reason: str) -> None:
         if expert_map is not None:
             raise RequiredNotAppliedError(
-                f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM's own CPU kernel ignores the expert map"
+                f"{EXPERTS_PASS}: {name}: our kernel is wrong here ({reason}), and vLLM's own CPU kernel ignores "
+                "the expert map"
             )
         for stock in self.stock_classes:
             if stock.is_supported_config(stock, self.moe_config, None, None, self.activation_format())[0]:
                 self._stock = stock(self.moe_config, self.quant_config)
                 self._stock.process_weights_after_loading(layer)
                 return
-        raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM has no other")
+        raise RequiredNotAppliedError(
+            f"{EXPERTS_PASS}: {name}: our kernel is wrong here ({reason}), and vLLM has no other"
+        )
 
     def served(self, layer: Any, *, largest: int, position: int) -> Served | None:
         """Return what the canary tries; the largest forward once for each shape, as it costs what a prompt costs."""
@@ -182,6 +185,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             weights.w2_scale,
             weights.w13_mask,
             weights.w2_mask,
+            weights.w13_zero,
+            weights.w2_zero,
             self.w1_bias,
             self.w2_bias,
             weights.format,

@@ -164,6 +164,8 @@ class CudaLayer:
             expert_map=call.expert_map,
             w13_scale=weights.w13_scale,
             w2_scale=weights.w2_scale,
+            w13_zero=weights.w13_zero,
+            w2_zero=weights.w2_zero,
             w13_bias=call.w13_bias,
             w2_bias=call.w2_bias,
             activation=self._layer.format.activation,

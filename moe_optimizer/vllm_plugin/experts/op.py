@@ -16,7 +16,7 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 _SCHEMA = (
     "run_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? expert_map, Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_mask, Tensor? w2_mask, "
-    "Tensor? w13_bias, Tensor? w2_bias, str weight_format) -> ()"
+    "Tensor? w13_zero, Tensor? w2_zero, Tensor? w13_bias, Tensor? w2_bias, str weight_format) -> ()"
 )
 # Its own namespace: the ops package registers the kernels in another, and a name can be defined only once.
 _library = torch.library.Library("moe_optimizer_vllm", "DEF")
@@ -35,11 +35,13 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
     w2_scale: torch.Tensor | None,
     w13_mask: torch.Tensor | None,
     w2_mask: torch.Tensor | None,
+    w13_zero: torch.Tensor | None,
+    w2_zero: torch.Tensor | None,
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
     format_name: str,
 ) -> None:
-    weights = KernelWeights(format_name, w13, w2, w13_scale, w2_scale, w13_mask, w2_mask)
+    weights = KernelWeights(format_name, w13, w2, w13_scale, w2_scale, w13_mask, w2_mask, w13_zero, w2_zero)
     call = ExpertsCall(out, x, topk_weights, topk_ids, expert_map, w13_bias, w2_bias)
     weight_format(format_name).compute(weights, call)
     session = current_session()

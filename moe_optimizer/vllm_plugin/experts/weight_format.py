@@ -28,6 +28,7 @@ WEIGHT_FORMATS = {
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
     "gpt_oss": "moe_optimizer.vllm_plugin.experts.weight_format_gpt_oss:GptOssWeights",
     "int4": "moe_optimizer.vllm_plugin.experts.weight_format_int4:Int4Weights",
+    "int4_stored": "moe_optimizer.vllm_plugin.experts.weight_format_int4_stored:StoredInt4Weights",
     "mxfp4": "moe_optimizer.vllm_plugin.experts.weight_format_mxfp4:Mxfp4Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -41,6 +42,8 @@ _PARAMETERS = {
     "w2_scale": "w2_weight_scale",
     "w13_mask": "w13_weight_mask",
     "w2_mask": "w2_weight_mask",
+    "w13_zero": "w13_weight_zero",
+    "w2_zero": "w2_weight_zero",
 }
 """Field of KernelWeights -> name of the parameter on vLLM's layer."""
 
@@ -58,11 +61,15 @@ class KernelWeights(NamedTuple):
     w2: torch.Tensor
     """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """fp8: float32, int4: bfloat16, mxfp4 and gpt_oss: bytes, as `ops.fused_experts` takes them."""
+    """fp8: float32, int4: bfloat16, int4_stored: as loaded, mxfp4 and gpt_oss: bytes, as
+    `ops.fused_experts` takes them."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
     """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
     w2_mask: torch.Tensor | None = None
+    w13_zero: torch.Tensor | None = None
+    """int4_stored: a byte for each scale, as `ops.int4` has it; None: 8 everywhere."""
+    w2_zero: torch.Tensor | None = None
     output_error: float | None = None
     """Relative change of the layer's output by the planned format; None: not measured."""
     saturated: float | None = None
@@ -83,7 +90,7 @@ class KernelWeights(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, scales and masks."""
+        """Bytes of weights, scales, masks and zero points."""
         return sum(tensor.nbytes for tensor in self.parameters.values())
 
 

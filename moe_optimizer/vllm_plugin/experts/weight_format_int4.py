@@ -68,4 +68,5 @@ def _stored(weights: KernelWeights) -> tuple[Int4Weight, Int4Weight]:
 
     assert weights.w13_scale is not None, weights.format
     assert weights.w2_scale is not None, weights.format
-    return Int4Weight(weights.w13, weights.w13_scale), Int4Weight(weights.w2, weights.w2_scale)
+    w13 = Int4Weight(weights.w13, weights.w13_scale, weights.w13_zero)
+    return w13, Int4Weight(weights.w2, weights.w2_scale, weights.w2_zero)
