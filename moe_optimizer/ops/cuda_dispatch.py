@@ -1,10 +1,12 @@
 """Runs the CUDA kernels on CUDA tensors: picks the variant, lays out its workspace, makes the call.
 
-`fused_experts` and `flash_dmoe` call `run_fused_experts`, which picks a variant. `run` takes the one that its caller
-asks for; the plugin's comes from the plan.
+`fused_experts` and `flash_dmoe` call `run_fused_experts`, or with INT4 weights `run_int4_experts`: both pick a variant.
+`run` takes the one that its caller asks for; the plugin's comes from the plan.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_variants import MODES_OF_WEIGHT_BITS, DirectVariant, Variant, choose_variant
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
+from moe_optimizer.ops.int4 import Int4Weight
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.measured_variant import measured_variant
 
@@ -100,16 +103,34 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
 
     With `router`, its logits take the place of the inputs' ids and weights.
     """
-    reason = why_unavailable(inputs.x.device)
-    if reason is not None or inputs.x.shape[0] == 0:
-        return reason
-    # The kernels write `out` while other blocks may still read x, and in pieces of 16 bytes.
-    in_place = not _misaligned(out) and not _overlaps(out, inputs.x)
-    target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    tensors = inputs.for_kernels()._asdict()
+    tensors: dict[str, Any] = inputs.for_kernels()._asdict()
     if router is not None:
         tensors |= {"topk_weights": None, "topk_ids": None}
-    problem = CudaProblem(**tensors, out=target, router=router)
+    return _run_chosen(out, **tensors, router=router)
+
+
+def run_int4_experts(inputs: Inputs, w13: Int4Weight, w2: Int4Weight, out: Tensor) -> str | None:
+    """Compute checked CUDA inputs, whose weights are the codes of `w13` and `w2`, into `out` and return None, or return
+    why no kernel does.
+    """
+    tensors: dict[str, Any] = inputs.for_kernels()._asdict()
+    for name, weight in (("w13", w13), ("w2", w2)):
+        # As they are: a scale of 16 bits tells INT4 from MXFP4.
+        zero = None if weight.zero is None else weight.zero.contiguous()
+        tensors |= {f"{name}_scale": weight.scale.contiguous(), f"{name}_zero": zero}
+    return _run_chosen(out, **tensors)
+
+
+def _run_chosen(out: Tensor, **fields: Any) -> str | None:
+    """Run the fastest variant that is known for a problem of these fields into `out`, or return why there is none."""
+    x = fields["x"]
+    reason = why_unavailable(x.device)
+    if reason is not None or x.shape[0] == 0:
+        return reason
+    # The kernels write `out` while other blocks may still read x, and in pieces of 16 bytes.
+    in_place = not _misaligned(out) and not _overlaps(out, x)
+    target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    problem = CudaProblem(**fields, out=target)
     reason = _why_no_variant(problem)
     if reason is not None:
         return reason

@@ -44,7 +44,7 @@ def fused_experts(
         x: float32, bfloat16 or float16 [T, H], last dimension contiguous.
         w13: [E, 2I, H], dtype of x or float8_e4m3fn, or uint8 [E, 2I, H / 2] with MXFP4 codes (then both scales are
             needed), last dimension contiguous. Read in place. H and I are multiples of 32 for MXFP4. Or an
-            `Int4Weight`, with its scales: see `int4_experts`. On the CPU only.
+            `Int4Weight`, with its scales: see `int4_experts`.
         w2: [E, H, I] or [E, H, I / 2], dtype of w13, likewise.
         w13_bias: float32, or converted on every call.
         w2_bias: likewise.

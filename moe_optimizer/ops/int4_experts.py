@@ -1,4 +1,4 @@
-"""`int4_experts`: `fused_experts` of INT4 weights, which the CPU kernels read as `int4.Int4Weight` has them."""
+"""`int4_experts`: `fused_experts` of INT4 weights, which the kernels read as `int4.Int4Weight` has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import _load, reference
+from moe_optimizer.ops import _load, cuda_dispatch, reference
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.int4 import CODE_DTYPE, GROUPS, SCALE_DTYPES, Int4Weight
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, Fields, experts_fields
@@ -55,7 +55,7 @@ def int4_experts(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return what `fused_experts` returns for these weights, which is how it is called; CPU only.
+    """Return what `fused_experts` returns for these weights, which is how it is called.
 
     T tokens, H hidden size, I expert width, E local experts. Arguments that are not named here: as there.
 
@@ -72,9 +72,12 @@ def int4_experts(
         TensorContractError: a shape, dtype, device or stride differs from the above, H or I is no multiple of the
             group, or an id in topk_ids names no expert.
 
-    Numerics: weights are exact, products and sums are float32 on every instruction set, and the activation's result is
-    kept in float32. The result is the same bit for bit for any number of threads and any other tokens in the batch.
-    Limits: without compiled kernels, above 1024 experts or top-32 it runs in plain torch, with a warning once.
+    Numerics: on the CPU weights are exact, products and sums are float32 on every instruction set, and the activation's
+    result is kept in float32. On CUDA a code less its zero point is exact, and its product with the scale is rounded to
+    bfloat16, which is multiplied. The result is the same bit for bit for any number of threads and any other tokens
+    in the batch.
+    Limits: without compiled kernels, above 1024 experts or top-32 it runs in plain torch, with a warning once; on CUDA
+    also with float16 scales and without bfloat16 activations.
     """
     inputs = Int4Inputs(x, *w13, *w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, activation)
     if out is None:
@@ -87,8 +90,6 @@ def check_int4_inputs(inputs: Int4Inputs, out: Tensor | None = None) -> None:
     """Raise TensorContractError unless the inputs (and `out`) fit each other and the contract."""
     check = TensorChecks(_OP)
     x = inputs.x
-    if x.device.type != "cpu":
-        raise check.error("x", "device", x.device, "cpu: there is no kernel for another")
     if inputs.activation not in ACTIVATIONS:
         raise TensorContractError(f"{_OP}: activation: got {inputs.activation!r}, expected {' or '.join(ACTIVATIONS)}")
     check.tokens("x", x, *X_DTYPES)
@@ -131,6 +132,12 @@ def run_int4(inputs: Int4Inputs, out: Tensor, *, isa: str = "") -> None:
     reason = why_plain_torch(inputs)
     w13, w2 = inputs.weights
     routing = (inputs.topk_weights, inputs.topk_ids)
+    biases = (inputs.w13_bias, inputs.w2_bias)
+    given = Inputs(inputs.x, w13.codes, w2.codes, *routing, inputs.expert_map, None, None, *biases, inputs.activation)
+    if reason is None and inputs.x.is_cuda:
+        reason = cuda_dispatch.run_int4_experts(given, w13, w2, out)
+        if reason is None:
+            return
     if reason:
         _load.warn_of_reference(_OP, reason)
         others = {name: getattr(inputs, name) for name in ("expert_map", "w13_bias", "w2_bias", "activation")}
@@ -139,8 +146,6 @@ def run_int4(inputs: Int4Inputs, out: Tensor, *, isa: str = "") -> None:
     if overlaps_shifted(out, inputs.x):
         run_int4(inputs._replace(x=inputs.x.clone()), out, isa=isa)
         return
-    biases = (inputs.w13_bias, inputs.w2_bias)
-    given = Inputs(inputs.x, w13.codes, w2.codes, *routing, inputs.expert_map, None, None, *biases, inputs.activation)
     # Both keep their copies until the kernel has returned.
     experts = given.for_kernels()
     w13, w2 = (_as_kernels_read(weight) for weight in (w13, w2))
@@ -155,6 +160,8 @@ def why_plain_torch(inputs: Int4Inputs) -> str | None:
     available, reason = _load.kernels_available()
     if not available:
         return reason
+    if inputs.x.device.type not in ("cpu", "cuda"):
+        return f"no {inputs.x.device.type} kernel in this version"
     if not inputs.w13.numel() or not inputs.w2.numel():
         return f"no weights: got w13 {list(inputs.w13.shape)}, w2 {list(inputs.w2.shape)}"
     num_experts, top_k = inputs.w2.shape[0], inputs.topk_ids.shape[1]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops import cuda_dispatch, fused_experts
 from moe_optimizer.ops.cuda_variants import TILE_TOKENS, DirectVariant, GemmMode, GroupedVariant
+from moe_optimizer.ops.int4 import Int4Weight
 from moe_optimizer.ops.kernel_arguments import Router
 from moe_optimizer.ops.topk_router import topk_router
 from tests.gpu.test_cuda_kernels import assert_a_graph_follows_its_inputs, on_gpu, run
@@ -170,6 +171,20 @@ def test_the_weights_of_a_large_model_are_reached_to_their_end():
     )  # fmt: skip
     for variant in (DIRECT, GROUPED):
         assert torch.equal(run(problem, variant), run(large, variant))
+
+
+@ZERO_POINTS
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_fused_experts_takes_int4_weights_and_picks_a_kernel(tokens, zero_points, monkeypatch):
+    case = on_gpu(make_case(tokens, 2, 8, 2048, 768, int4=128, zero_points=zero_points))
+    p: Any = case.problem
+    ran = []
+    monkeypatch.setattr(cuda_dispatch, "run", lambda *a, _run=cuda_dispatch.run: (ran.append(1), _run(*a))[1])
+    w13, w2 = Int4Weight(p.w13, p.w13_scale, p.w13_zero), Int4Weight(p.w2, p.w2_scale, p.w2_zero)
+    assert_close(case, fused_experts(p.x, w13, w2, p.topk_weights, p.topk_ids))
+    assert ran
+    arguments = (p.x, *w13, *w2, p.topk_weights, p.topk_ids, None, None, None, "silu")
+    torch.library.opcheck(torch.ops.moe_optimizer.int4_experts.default, arguments)
 
 
 @VARIANTS

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load, cuda_dispatch, flash_dmoe, fused_experts, measured_variant, why_reference
+from moe_optimizer.ops.int4 import Int4Weight
 from moe_optimizer.ops.topk_router import topk_router
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from tests.kernel_emulator import Case, Emulator, assert_close, make_case
@@ -78,9 +79,15 @@ def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> FakeHopper:
 def on_gpu(case: Case) -> dict[str, Any]:
     """The case's arguments as CUDA tensors."""
     problem = case.problem
-    names = ("x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale")
+    names = ("x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale", "w13_zero", "w2_zero")
     tensors = {name: getattr(problem, name) for name in names}
-    return {name: None if value is None else value.as_subclass(CudaTensor) for name, value in tensors.items()}
+    found: dict[str, Any] = {
+        name: None if value is None else value.as_subclass(CudaTensor) for name, value in tensors.items()
+    }
+    zeros = {name: found.pop(f"{name}_zero") for name in ("w13", "w2")}
+    if problem.int4:
+        found |= {name: Int4Weight(found[name], found.pop(f"{name}_scale"), zeros[name]) for name in zeros}
+    return found
 
 
 def run(case: Case) -> Tensor:
@@ -113,6 +120,25 @@ def measured(tokens: int, times: dict[str, float], weights: str = "bf16", hash: 
                         rows=(row,), source="here")  # fmt: skip
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(("tokens", "kernel"), [(3, "direct"), (70, "grouped")])
+def test_int4_weights_run_their_own_kernels(gpu: FakeHopper, tokens: int, kernel: str, zero_points: bool):
+    case = make_case(tokens, 2, 4, 64, 32, int4=32, zero_points=zero_points)
+    out = run(case)
+    assert [name for name, _ in gpu.ran] == [kernel]
+    assert_close(case, out)
+
+
+def test_int4_scales_in_fp16_run_in_plain_torch(gpu: FakeHopper):
+    case = make_case(3, 2, 4, 64, 32, int4=32)
+    assert case.problem.w13_scale is not None
+    assert case.problem.w2_scale is not None
+    half = {"w13_scale": case.problem.w13_scale.half(), "w2_scale": case.problem.w2_scale.half()}
+    out = run(Case(replace(case.problem, **half)))
+    assert gpu.ran == []
+    assert_close(case, out)
+
+
 # Up to 8 tokens were measured: the fastest runs, but none that rounds the activations. Above: by sizes.
 @pytest.mark.parametrize(
     ("tokens", "fp8", "table", "kernel", "tile"),
@@ -122,15 +148,17 @@ def measured(tokens: int, times: dict[str, float], weights: str = "bf16", hash: 
         (3, None, measured(8, {"direct": 2.0, "grouped-bf16-n32": 1.0}, hash="another"), "direct", None),
         (3, "block", measured(8, {"direct": 2.0, "grouped-fp8-n32": 1.0}, "fp8_block"), "direct", None),
         (3, "channel", measured(8, {"grouped-fp8_weights-n64": 1.0}, "fp8_channel"), "grouped", 64),
+        (3, "int4", measured(8, {"grouped-int4_weights-n64": 1.0}, "int4_g32"), "grouped", 64),
+        (3, "int4", measured(8, {"grouped-mxfp4_weights-n64": 1.0}, "mxfp4"), "direct", None),
     ],
-    ids=["fastest", "above the table", "other kernels", "activations stay", "per channel"],
+    ids=["fastest", "above the table", "other kernels", "activations stay", "per channel", "INT4", "MXFP4's table"],
 )
 def test_the_fastest_measured_kernel_is_the_default(
     gpu: FakeHopper, monkeypatch: pytest.MonkeyPatch, tokens, fp8, table: KernelSpeeds, kernel: str, tile: int | None
 ):
     monkeypatch.setattr(measured_variant, "read_kernel_speeds", lambda: SpeedTables(tables=(table,)))
     monkeypatch.setattr(measured_variant, "read_kernel_inventory", lambda: SimpleNamespace(cuda_sources="h"))
-    case = make_case(tokens, 2, 4, 64, 32, fp8=fp8)
+    case = make_case(tokens, 2, 4, 64, 32, fp8=fp8 if fp8 != "int4" else None, int4=32 if fp8 == "int4" else None)
     out = run(case)
     [(name, tile_tokens)] = gpu.ran
     assert name == kernel
