@@ -69,7 +69,10 @@ class FlashDmoe(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Check the model's experts, then vLLM, then which kernels are built."""
-        return why_model_does_not_fit(ctx) or why_groups_are_cut(ctx) or _vllm_fits(ctx) or why_not_built(ctx)
+        why = why_model_does_not_fit(ctx) or why_groups_are_cut(ctx) or _vllm_fits(ctx) or why_not_built(ctx)
+        # vLLM has nothing to fall back on: it ends while it builds the first layer.
+        alone = ctx.device == "cpu" and ctx.model.int4 is not None and _AMX not in ctx.cpu.isa
+        return f"{why}; vLLM itself does not start on INT4 experts without AMX" if why and alone else why
 
     def is_required(self, ctx: PlanContext) -> bool:
         """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""

@@ -123,6 +123,9 @@ def test_what_the_kernels_or_vllms_method_do_not_read_is_refused_with_the_reason
     decision = decide(model, machine, wishes=ASKED)
     assert decision.status is Status.REFUSED
     assert said in decision.reason
+    # Nothing else reads them there, and the plan says so before the server fails.
+    alone = machine.gpu is None and model.int4 is not None
+    assert ("does not start on INT4 experts without AMX" in decision.reason) is alone
 
 
 def test_activations_in_fp32_are_refused():
