@@ -77,6 +77,22 @@ def _speculation_kept(record: Any) -> list[float]:
     return [found["ratio"], found["low"], found["high"]]
 
 
+_PEERS = {"Humming": "humming", "FlashInfer CuTe DSL": "flashinfer_cutedsl"}
+_PEER_LAYERS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "half of Mixtral 8x7B": "mixtral-8x7b-tp2"}
+
+
+def _peer(record: Any, layer: str, weights: str, library: str, tokens: str) -> list[float]:
+    wanted = (_PEERS[library], _PEER_LAYERS[layer], weights.lower(), int(tokens))
+    (sides,) = [
+        each["sides"]
+        for each in record["cases"]
+        if (each["peer"], each["shape"]["name"], each["dtype"], each["tokens"]) == wanted
+    ]
+    peer = min(each["median_us"] for name, each in sides.items() if name.startswith(_PEERS[library]))
+    ours = min(each["median_us"] for name, each in sides.items() if name.startswith(("direct", "grouped")))
+    return [peer, ours, peer / ours]
+
+
 def _verify_steps(record: Any, experts: str, drafts: str) -> list[float]:
     loads = record["runs"]["bf16" if experts.startswith("BF16") else "four_bit_fp8"]["sides"][drafts]["loads"]
     return [value for load in loads.values() for value in (load["step_ms"], load["tpot_ms_median"])]
@@ -344,6 +360,8 @@ CLAIMS = [
     Claim("docs/passes/speculation.md",
           "{3.66} ms without, {2.59} ms with drafts, {1.41}x ({1.22}x to {1.54}x), {80} % of the drafts accepted, "
           "{40} of", (_SPECULATION,), _speculation),
+    Table("docs/kernels.md", "| layer | weights | library |", "how many times as fast ours is", 4,
+          ("2026-11-25_h100_peers",), _peer),
     Table("docs/passes/speculation.md", "| experts | drafts |", "Times of a step", 2, (_VERIFY_STEPS,), _verify_steps),
     Claim("docs/passes/speculation.md",
           "made tokens {1.11} to {1.50} times as fast in BF16, and {1.07} to {1.26} times in four bits",
