@@ -27,7 +27,6 @@ T = TypeVar("T")
 _POLL_S = 0.2
 PROOF_WAIT_S = 20.0
 """Chosen: proofs are written within a second of the first forward, and at most one request is missing."""
-_WARM_UP_AFTER_S = 3.0
 _WARM_UP_TIMEOUT_S = 120.0
 """Chosen: for one token, the first of a server that may compile something for it."""
 
@@ -139,8 +138,9 @@ class Evidence:
                 return proofs
             if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
                 return proofs
-            if waited > _WARM_UP_AFTER_S and not warmed_up:
-                # Most builds of vLLM run the model while warming up; for the others, one token does it.
+            if not warmed_up:
+                # What vLLM ran while it warmed up may not show yet, or may not have been the model: a token is. Waiting
+                # for it instead cost every start 3 s.
                 with contextlib.suppress(OSError):
                     while_pausing(
                         pause, lambda: server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
