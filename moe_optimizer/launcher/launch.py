@@ -19,7 +19,7 @@ from moe_optimizer.plan.plan import Plan
 
 __all__ = ["ServerInfo", "StopRequestedError", "check", "running", "serve"]
 
-_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
+BACK_OFF_S, LONGEST_BACK_OFF_S = 1.0, 60.0
 """Chosen: before the first restart, doubled with each; a driver that resets its GPU takes some seconds."""
 _POLL_S = 0.2
 
@@ -86,7 +86,7 @@ def serve(
                 if served.restarts >= restarts or not served.begun or stops:
                     raise
                 served.restarts += 1
-                wait_s = min(_LONGEST_BACK_OFF_S, _BACK_OFF_S * 2 ** (served.restarts - 1))
+                wait_s = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (served.restarts - 1))
                 reason = str(error).partition("\n")[0]
                 say(f"warning: {reason}; restart {served.restarts} of {restarts} in {wait_s:g} s")
             _back_off(wait_s, stops)

@@ -143,7 +143,7 @@ def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
 def test_a_server_that_ends_is_started_again_as_often_as_is_wished(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_BACK_OFF_S", 0.1)
+    monkeypatch.setattr(launch, "BACK_OFF_S", 0.1)
     said: list[str] = []
     ready: list[int] = []
 
@@ -166,7 +166,7 @@ def test_a_server_that_ends_is_started_again_as_often_as_is_wished(
 
 
 def test_a_server_that_hangs_is_started_again(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_BACK_OFF_S", 0.1)
+    monkeypatch.setattr(launch, "BACK_OFF_S", 0.1)
 
     def stop(info: ServerInfo) -> None:
         os.kill(os.getpid() if info.restarts else info.pid, signal.SIGTERM if info.restarts else signal.SIGSTOP)
