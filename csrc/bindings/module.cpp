@@ -53,8 +53,13 @@ void fused_experts(const py::dict& experts, const std::string& isa_name) {
 // as the experts of a small layer.
 class FusedExpertsAgain {
  public:
-  explicit FusedExpertsAgain(const py::dict& experts)
-      : args_(from_python<FusedExpertsArgs>("experts", experts)), isa_(best_isa()) {}
+  // `w13`, `w2`: Int4Scales of INT4 weights, or None.
+  FusedExpertsAgain(const py::dict& experts, const py::object& w13, const py::object& w2)
+      : args_(from_python<FusedExpertsArgs>("experts", experts)), isa_(best_isa()), int4_(!w13.is_none()) {
+    if (!int4_) return;
+    w13_ = from_python<Int4Scales>("w13", w13.cast<py::dict>());
+    w2_ = from_python<Int4Scales>("w2", w2.cast<py::dict>());
+  }
 
   void run(int64_t num_tokens, uintptr_t x, uintptr_t out, uintptr_t topk_weights, uintptr_t topk_ids) const {
     FusedExpertsArgs args = args_;
@@ -63,12 +68,16 @@ class FusedExpertsAgain {
     args.out = reinterpret_cast<void*>(out);
     args.topk_weights = reinterpret_cast<const float*>(topk_weights);
     args.topk_ids = reinterpret_cast<const void*>(topk_ids);
-    run_checked([&](RoutingError* error) { return fused_experts_cpu(args, isa_, error); });
+    run_checked([&](RoutingError* error) {
+      return int4_ ? int4_experts_cpu(args, w13_, w2_, isa_, error) : fused_experts_cpu(args, isa_, error);
+    });
   }
 
  private:
   const FusedExpertsArgs args_;
   const Isa isa_;
+  const bool int4_;
+  Int4Scales w13_{}, w2_{};
 };
 
 void sparse_experts(const py::dict& experts, const py::dict& masks, const std::string& isa_name) {
@@ -147,8 +156,9 @@ PYBIND11_MODULE(_kernels, module) {
   module.doc() = "Compiled kernels of moe_optimizer.ops; call them through that package.";
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("experts"), py::arg("isa") = "");
-  py::class_<FusedExpertsAgain>(module, "FusedExpertsAgain", "A described call of fused_experts, for other tokens.")
-      .def(py::init<const py::dict&>(), py::arg("experts"))
+  py::class_<FusedExpertsAgain>(module, "FusedExpertsAgain", "A described call of the experts, for other tokens.")
+      .def(py::init<const py::dict&, const py::object&, const py::object&>(), py::arg("experts"),
+           py::arg("w13") = py::none(), py::arg("w2") = py::none())
       .def("run", &FusedExpertsAgain::run, py::arg("num_tokens"), py::arg("x"), py::arg("out"), py::arg("topk_weights"),
            py::arg("topk_ids"));
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");

@@ -7,6 +7,7 @@ for the number of tokens and the addresses of what belongs to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,21 +17,27 @@ from moe_optimizer.ops import _load
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.kernel_arguments import Fields
 
+Zeros = Sequence[Tensor | None]
 _MOST = 4096
 """Chosen: more layers and kinds of calls than a process has; beyond, everything is forgotten once."""
 _known: dict[tuple[Any, ...], tuple[Any, int, int]] = {}
 """Key -> what runs the call again, and the bytes between the tokens of x and of out."""
 
 
-def again(inputs: Inputs, out: Tensor) -> bool:
+def again(inputs: Inputs, out: Tensor, zeros: Zeros = ()) -> bool:
     """Compute a call that only differs from a remembered one in its tokens; False: there is none, nothing was done.
+
+    Args:
+        inputs: of the call; with INT4 weights their codes and scales.
+        out: of the call.
+        zeros: the zero points of INT4 weights, which may be None both; nothing for other weights.
 
     Raises:
         TensorContractError: an id in topk_ids names no expert.
     """
     x = inputs.x
     tokens = x.shape[0] if x.dim() == 2 else 0
-    known = _known.get(_key(inputs, out)) if tokens else None
+    known = _known.get(_key(inputs, out, zeros)) if tokens else None
     if known is None:
         return False
     call, x_bytes, out_bytes = known
@@ -43,17 +50,24 @@ def again(inputs: Inputs, out: Tensor) -> bool:
     try:
         call.run(tokens, x_address, out_address, inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr())
     except ValueError as error:
-        raise _no_expert(error) from None
+        raise _no_expert(error, zeros) from None
     return True
 
 
-def remember(inputs: Inputs, out: Tensor, fields: Fields) -> None:
-    """Keep the description of a call that was checked and whose tensors the kernels read as they are."""
+def remember(inputs: Inputs, out: Tensor, *described: Fields, zeros: Zeros = ()) -> None:
+    """Keep the description of a call that was checked and whose tensors the kernels read as they are.
+
+    Args:
+        inputs: as `again` gets them.
+        out: likewise.
+        described: `FusedExpertsArgs`; with INT4 weights then the `Int4Scales` of both.
+        zeros: as `again` gets them.
+    """
     if len(_known) >= _MOST:
         _known.clear()
     if inputs.x.shape[0]:
         x_bytes, out_bytes = (tensor.stride(0) * tensor.element_size() for tensor in (inputs.x, out))
-        _known[_key(inputs, out)] = _load.kernels().FusedExpertsAgain(fields), x_bytes, out_bytes
+        _known[_key(inputs, out, zeros)] = _load.kernels().FusedExpertsAgain(*described), x_bytes, out_bytes
 
 
 def enqueue(fields: Fields, isa: str) -> None:
@@ -68,11 +82,11 @@ def enqueue(fields: Fields, isa: str) -> None:
         raise _no_expert(error) from None
 
 
-def _no_expert(error: ValueError) -> TensorContractError:
-    return TensorContractError(f"fused_experts: {error}")
+def _no_expert(error: ValueError, zeros: Zeros = ()) -> TensorContractError:
+    return TensorContractError(f"{'int4_experts' if zeros else 'fused_experts'}: {error}")
 
 
-def _key(inputs: Inputs, out: Tensor) -> tuple[Any, ...]:
+def _key(inputs: Inputs, out: Tensor, zeros: Zeros) -> tuple[Any, ...]:
     """Return everything that the checks and the description of a call depend on, but for its number of tokens."""
     x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation = inputs
     rows, hidden = x.shape
@@ -87,6 +101,7 @@ def _key(inputs: Inputs, out: Tensor) -> tuple[Any, ...]:
         weights.shape == slots, weights.stride(), weights.dtype, weights.is_cpu,
         activation,
         _constant(expert_map), _constant(w13_scale), _constant(w2_scale), _constant(w13_bias), _constant(w2_bias),
+        *(_constant(zero) for zero in zeros),
     )  # fmt: skip
 
 

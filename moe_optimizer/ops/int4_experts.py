@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import _load, cuda_dispatch, reference
+from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, reference
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.int4 import CODE_DTYPE, GROUPS, SCALE_DTYPES, Int4Weight
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, Fields, experts_fields
@@ -80,6 +80,8 @@ def int4_experts(
     also with float16 scales and without bfloat16 activations.
     """
     inputs = Int4Inputs(x, *w13, *w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, activation)
+    if out is not None and not torch.compiler.is_compiling() and cpu_calls.again(*_repeated(inputs, out)):
+        return out
     if out is None:
         return torch.ops.moe_optimizer.int4_experts(*inputs)
     torch.ops.moe_optimizer.int4_experts_out(*inputs, out)
@@ -148,11 +150,22 @@ def run_int4(inputs: Int4Inputs, out: Tensor, *, isa: str = "") -> None:
         return
     # Both keep their copies until the kernel has returned.
     experts = given.for_kernels()
-    w13, w2 = (_as_kernels_read(weight) for weight in (w13, w2))
+    read = [_as_kernels_read(weight) for weight in (w13, w2)]
+    described = (experts_fields(experts, out), *map(_scales, read))
     try:
-        _load.kernels().int4_experts(experts_fields(experts, out), _scales(w13), _scales(w2), isa)
+        _load.kernels().int4_experts(*described, isa)
     except ValueError as error:
         raise TensorContractError(f"{_OP}: {error}") from None
+    if all(one is other for one, other in zip((*given, *w13, *w2), (*experts, *read[0], *read[1]), strict=True)):
+        repeated, _, zeros = _repeated(inputs, out)
+        cpu_calls.remember(repeated, out, *described, zeros=zeros)
+
+
+def _repeated(inputs: Int4Inputs, out: Tensor) -> tuple[Inputs, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return what `cpu_calls` knows a call by."""
+    x, w13, w13_scale, w13_zero, w2, w2_scale, w2_zero, topk_weights, topk_ids, expert_map, *rest = inputs
+    known = Inputs(x, w13, w2, topk_weights, topk_ids, expert_map, w13_scale, w2_scale, *rest)
+    return known, out, (w13_zero, w2_zero)
 
 
 def why_plain_torch(inputs: Int4Inputs) -> str | None:

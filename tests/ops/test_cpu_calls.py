@@ -7,6 +7,7 @@ import torch
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import cpu_calls, flash_dmoe, fused_experts, kernels_available
+from moe_optimizer.ops.int4 import quantize_int4
 
 AVAILABLE, REASON = kernels_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
@@ -39,6 +40,35 @@ def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(layer: tuple
     for count, seed in ((3, 0), (3, 1), (1, 2), (17, 3), (0, 4), (2, 5)):
         assert torch.equal(*both(layer, count, seed))
     assert len(cpu_calls._known) < 6
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_repeated_calls_with_int4_weights_give_the_bits_of_first_ones(
+    layer: tuple[torch.Tensor, torch.Tensor], zero_points: bool
+) -> None:
+    int4 = tuple(quantize_int4(weight, 32, zero_points=zero_points) for weight in layer)
+    for count, seed in ((3, 0), (3, 1), (1, 2), (17, 3)):
+        x, weights, ids = tokens(count, seed)
+        out = fused_experts(x, *int4, weights, ids, out=torch.full_like(x, float("nan")))
+        assert torch.equal(out, fused_experts(x, *int4, weights, ids))
+    assert len(cpu_calls._known) == 1
+    with pytest.raises(TensorContractError, match="int4_experts: topk_ids"):
+        fused_experts(x, *int4, weights, ids + EXPERTS, out=out)
+
+
+def test_int4_weights_that_differ_in_their_scales_alone_are_not_the_same_call(
+    layer: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    w13, w2 = (quantize_int4(weight, 32, zero_points=True) for weight in layer)
+    x, weights, ids = tokens(3, 0)
+    assert w13.zero is not None
+    others = (
+        w13._replace(scale=w13.scale * 2), w13._replace(scale=w13.scale.half()), w13._replace(zero=w13.zero // 2),
+        w13._replace(zero=None),
+    )  # fmt: skip
+    for other in (w13, *others, w13):
+        out = fused_experts(x, other, w2, weights, ids, out=torch.empty_like(x))
+        assert torch.equal(out, fused_experts(x, other, w2, weights, ids))
 
 
 def test_new_values_of_weights_in_place_are_read(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
