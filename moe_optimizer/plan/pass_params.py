@@ -114,6 +114,8 @@ class FlashDmoeParams:
     """On GPUs, how the weights are stored -> which kernel computes how many tokens."""
     measure: tuple[SpeedQuestion, ...] = ()
     """Questions about speed that no table answers, or not to the end; `serve` measures them before it starts."""
+    fused_router: int = 0
+    """On GPUs, tokens of a forward up to which one launch multiplies the gate and chooses the experts; 0: vLLM does."""
     threads: int | None = None
     """Threads of a CPU worker with which ours was measured to be faster; None: another reason decided."""
     cores: tuple[int, ...] = ()

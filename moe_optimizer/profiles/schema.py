@@ -59,6 +59,14 @@ class PassSection(Section):
     """True: no plan is made without it, and the server does not count as started when it did not run."""
 
 
+class FlashDmoeSection(PassSection):
+    """Our expert kernels."""
+
+    fused_router: Literal["on", "off"] = "off"
+    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 32 tokens, where our kernels compute
+    them and vLLM's layer holds an unquantised gate; off: vLLM does. Off until it has run and was measured on a GPU."""
+
+
 class Fp8Section(PassSection):
     """8-bit floating point weights."""
 
@@ -202,7 +210,7 @@ class SchedulerSection(PassSection):
 class Passes(Section):
     """One section per pass; a section that is left out has its defaults."""
 
-    flash_dmoe: PassSection = PassSection()
+    flash_dmoe: FlashDmoeSection = FlashDmoeSection()
     fp8: Fp8Section = Fp8Section(mode="off")
     expert_load: PassSection = PassSection()
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()

@@ -71,6 +71,11 @@ class LayerProof:
     """Largest error of the kernels on the layer's own weights, as a share of what was allowed; None: not checked."""
     calls_by_kernel: dict[str, int] = field(default_factory=dict)
     """Kernel -> calls as seen from Python, with vLLM's own as "stock"; empty where there is one kernel."""
+    router: str = ""
+    """What multiplies the gate and chooses the experts: "gate_topk up to 32" tokens, or "vLLM: " and why; "" where the
+    plan leaves it to vLLM."""
+    router_calls: int = 0
+    """Times our launch did, as seen from Python."""
 
     @property
     def num_weights(self) -> int:

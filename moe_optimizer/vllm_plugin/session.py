@@ -57,6 +57,7 @@ class PluginSession:
         self._on_plan = on_plan
         self._planning_failure = ""
         self._layers: dict[int, _Layer] = {}
+        self._routers: dict[int, str] = {}
         self._shapes: Counter[tuple[int, ...]] = Counter()
         self._counting = True
         self._canary_parts: dict[str, dict[str, str]] = {}
@@ -190,6 +191,7 @@ class PluginSession:
 
     def add_layer(self, pass_names: Sequence[str], address: int, layer: LayerProof) -> None:
         """Count a layer's calls for these passes, under the address of its weights."""
+        layer.router = self._routers.get(address, "")
         self._layers[address] = _Layer(layer, tuple(self._pass(name) for name in pass_names))
         for entry in self._layers[address].entries:
             entry.layers += (layer,)
@@ -243,6 +245,17 @@ class PluginSession:
             if not entry.ran:
                 entry.ran = all(each.calls or each.why_plain for each in entry.layers)
         self.writer.touch()
+
+    def routes(self, address: int, how: str) -> None:
+        """Note what multiplies the gate and chooses the experts of the layer whose weights are at `address`."""
+        self._routers[address] = how
+
+    def routed(self, address: int) -> None:
+        """Note one forward whose experts our launch chose."""
+        known = self._layers.get(address)
+        if known is not None and self._counting:
+            known.proof.router_calls += 1
+            self.writer.touch()
 
     def called_stock(self, address: int) -> None:
         """Note one run of vLLM's own kernel for a layer of ours, as the plan says for that many tokens."""

@@ -9,6 +9,7 @@ from typing import Any
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.flash_dmoe import backend_choice as peers
 from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
+from moe_optimizer.passes.flash_dmoe.fused_router import with_fused_router
 from moe_optimizer.passes.flash_dmoe.questions import (
     found_tables,
     open_questions,
@@ -80,7 +81,7 @@ class FlashDmoe(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the decision by the tables of measured speeds."""
-        return self._on_gpus(ctx) if ctx.device == "cuda" else self._on_the_cpu(ctx)
+        return with_fused_router(ctx, self._on_gpus(ctx)) if ctx.device == "cuda" else self._on_the_cpu(ctx)
 
     def _on_gpus(self, ctx: PlanContext) -> Decision:
         if converted_format(ctx):

@@ -145,6 +145,10 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             self._output.pending = functools.partial(_run_into, layer, use, ours)
         return None
 
+    def computes(self, tokens: int) -> bool:
+        """Return whether a kernel of ours computes a forward of so many tokens, as far as the layer is known yet."""
+        return self._layer is not None and self._layer.use_for(tokens) != STOCK
+
     def unknown_call(self, named: dict[str, Any], why: str) -> Any:
         """Hand a call that is not as known to vLLM's own experts, whose interface is that of the same version."""
         current_decision(EXPERTS_PASS)[0].refused(EXPERTS_PASS, f"fallback: {why}")

@@ -9,7 +9,7 @@ from typing import Any
 from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
-from moe_optimizer.vllm_plugin.session import current_session
+from moe_optimizer.vllm_plugin.session import PluginSession, current_session
 from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
 from moe_optimizer.vllm_plugin.worker.memory_found import await_memory
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
@@ -28,6 +28,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_specs = original(self)
         session.proof.served_model_name = str(self.vllm_config.model_config.served_model_name)
         session.proof.model_rank, session.proof.world_size = world()
+        choose_experts(session, self)
         count_steps(session)
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)
@@ -35,6 +36,21 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         return cache_specs
 
     return get_kv_cache_spec
+
+
+def choose_experts(session: PluginSession, worker: Any) -> None:
+    """Have our launch choose the experts where the plan has it.
+
+    Raises:
+        RequiredNotAppliedError: it failed on one rank of several. Any other failure leaves the model as it is.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from moe_optimizer.vllm_plugin.experts.fused_router import install_fused_routers
+
+    install_fused_routers(session, worker.model_runner.get_model())
 
 
 WORKER_MODEL_LOADED = Patch(

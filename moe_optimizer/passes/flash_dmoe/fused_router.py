@@ -1,0 +1,31 @@
+"""Decides for how many tokens one launch of ours multiplies the gate and chooses the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_optimizer.plan.decision import Decision, Status
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.plan_context.context import PlanContext
+
+OP = "gate_topk"
+MAX_TOKENS = 32
+"""Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
+
+
+def with_fused_router(ctx: PlanContext, decision: Decision) -> Decision:
+    """Return the decision about our expert kernels with the launch before them, where the profile asks for it."""
+    params = decision.params
+    if ctx.profile.passes.flash_dmoe.fused_router == "off" or not isinstance(params, FlashDmoeParams):
+        return decision
+    if decision.status is not Status.ON or params.kernel != "cuda":
+        return decision
+    if OP not in ctx.software.kernels.cuda_ops:  # the rest is each layer's own
+        warning = f"flash_dmoe.fused_router ({ctx.profile_origin}): {OP} has no CUDA kernel in this build"
+        return dataclasses.replace(decision, warnings=(*decision.warnings, warning))
+    return dataclasses.replace(
+        decision,
+        reason=f"{decision.reason}; up to {MAX_TOKENS} tokens one launch multiplies the gate and chooses the experts, "
+        f"as {ctx.profile_origin} asks: it is not measured beside vLLM's",
+        params=dataclasses.replace(params, fused_router=MAX_TOKENS),
+    )

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moe_optimizer.ops.gate_topk import MAX_TOKENS
+from moe_optimizer.passes.flash_dmoe import fused_router
+from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from tests.builders import cpu_machine, profile_with, tiny_moe
+from tests.unit.passes.flash_dmoe.test_flash_dmoe import decide, decide_on_h200, measured, speeds
+
+
+def asked(setting: str = "on", **changes: Any) -> Decision:
+    found = measured(speeds())
+    kernels = dataclasses.replace(found.kernels, cuda_ops=("fused_experts", "gate_topk"))
+    profile = profile_with(passes={"flash_dmoe": {"fused_router": setting}})
+    fields = {"software": dataclasses.replace(found, kernels=kernels), "profile": profile}
+    return decide_on_h200(**(fields | changes))
+
+
+def most(decision: Decision) -> int:
+    return decision.params_as(FlashDmoeParams).fused_router
+
+
+def test_vllm_chooses_the_experts_unless_the_profile_asks_for_the_launch():
+    assert most(decide_on_h200(speeds())) == 0
+    assert most(asked("off")) == 0
+
+
+def test_where_it_is_asked_for_the_plan_says_up_to_how_many_tokens_and_that_it_is_not_measured():
+    decision = asked()
+    assert decision.status is Status.ON
+    assert most(decision) == fused_router.MAX_TOKENS == MAX_TOKENS
+    assert f"up to {MAX_TOKENS} tokens" in decision.reason
+    assert "not measured" in decision.reason
+    assert decision.params_as(FlashDmoeParams).dispatch == asked("off").params_as(FlashDmoeParams).dispatch
+
+
+def test_a_build_without_it_leaves_the_experts_ours_with_a_warning():
+    decision = asked(software=measured(speeds()))
+    assert decision.status is Status.ON
+    assert most(decision) == 0
+    assert "gate_topk" in decision.warnings[0]
+
+
+def test_experts_of_vllm_have_a_gate_of_vllm():
+    decision = asked(software=measured())
+    assert decision.status is Status.OFF
+    assert most(decision) == 0
+    assert not decision.warnings
+
+
+def test_on_a_cpu_nothing_changes():
+    profile = profile_with(passes={"flash_dmoe": {"fused_router": "on"}})
+    wishes = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
+    assert decide(tiny_moe(), cpu_machine(), wishes=wishes, profile=profile) == decide(
+        tiny_moe(), cpu_machine(), wishes=wishes
+    )
