@@ -64,7 +64,7 @@ def assert_gated(call: GateTopk) -> None:
     terms = call.x.double().abs() @ call.gate.double().abs().T
     bound = exact.abs() * 2.0**-8 + terms * 2.0**-20 + 1e-30
     assert ((logits.double() - exact).abs() <= bound).all()
-    assert (logits != want).float().mean() <= 0.02, "few logits differ from torch's in the last bit"
+    assert (logits != want).sum() <= 2 + 0.02 * want.numel(), "few logits differ from torch's in the last bit"
     assert_routed(call)
 
 

@@ -8,6 +8,9 @@
 // The logits cross in shared memory: no counter, no trip through L2, no second launch. One wave of loads covers the
 // gate of Qwen3-30B-A3B, and it may be in flight while the previous kernel still drains (`gate_is_settled`).
 //
+// The launch before may still write x (and a gate that is not settled) when this one has started, so both are read from
+// L2: nothing promises that a read-only load does not find an older line in L1.
+//
 // A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64) and the tokens likewise, as
 // direct_experts.cuh does: both operands have the same permutation of H.
 #pragma once
@@ -97,7 +100,7 @@ MOEOPT_DEVICE void load_gate(const GateTopkArgs& args, const GateStep& step, int
     MOEOPT_UNROLL
     for (int i = 0; i < kGatePieces; ++i) {
       rows.part[i][half] = Vec4{0, 0, 0, 0};
-      if (inside && step.has(i, args.hidden_size)) rows.part[i][half] = ld_global_nc_no_allocate_v4(row + step.byte(i));
+      if (inside && step.has(i, args.hidden_size)) rows.part[i][half] = ld_global_cg_v4(row + step.byte(i));
     }
   }
 }
@@ -115,7 +118,7 @@ MOEOPT_DEVICE void multiply_gate(const GateTopkArgs& args, const GateStep& step,
     MOEOPT_UNROLL
     for (int i = 0; i < kGatePieces; ++i) {
       tokens[group][i] = Vec4{0, 0, 0, 0};
-      if (inside && step.has(i, args.hidden_size)) tokens[group][i] = ld_global_nc_v4(row + step.byte(i));
+      if (inside && step.has(i, args.hidden_size)) tokens[group][i] = ld_global_cg_v4(row + step.byte(i));
     }
   }
   MOEOPT_UNROLL
@@ -301,7 +304,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGateWarps * 32, 1)
   uint32_t* const keys = reinterpret_cast<uint32_t*>(scores + units * kGateUnit);
   for (int slot = warp; slot < slots; slot += kGateWarps) {
     const int64_t token = (static_cast<int64_t>(slot) << args.cluster_log2) + rank;
-    if (args.is_padding != nullptr && ld_global_nc(args.is_padding + token)) {
+    if (args.is_padding != nullptr && args.is_padding[token]) {
       if (lane < args.top_k) {
         args.topk_ids[token * args.top_k + lane] = -1;
         args.topk_weights[token * args.top_k + lane] = 0.0f;
