@@ -7,12 +7,14 @@ where the two best logits are closer than rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, read_proofs
+from tests.builders import profile_with
 from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
@@ -23,10 +25,10 @@ PASS = "flash_dmoe"
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", "16")
 
 
-def make(*vllm_args: str) -> Plan:
+def make(*vllm_args: str, **request: Any) -> Plan:
     return gpu_plan(
         "--logprobs-mode", "raw_logits", "--no-enable-prefix-caching", *vllm_args,
-        speeds=always_ours, max_model_len=512, batch_size=16,
+        speeds=always_ours, max_model_len=512, batch_size=16, **request,
     )  # fmt: skip
 
 
@@ -70,6 +72,18 @@ def assert_ours(entry: PassProof | None) -> None:
 def test_bf16_tokens_are_stocks_up_to_ties(stock, serve, graphs):
     answers, entry = serve(make(*(CAPTURE if graphs else ("--enforce-eager",))))
     assert_ours(entry)
+    for at_stock, ours in zip(stock, answers, strict=True):
+        assert_same_up_to_a_tie(at_stock, ours)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["cuda-graphs", "eager"])
+def test_with_gate_and_top_k_in_our_launch_tokens_are_stocks_up_to_ties(stock, serve, graphs):
+    profile = profile_with(passes={"flash_dmoe": {"fused_router": "on"}})
+    answers, entry = serve(make(*(CAPTURE if graphs else ("--enforce-eager",)), profile=profile))
+    assert_ours(entry)
+    for layer in entry.layers:
+        assert layer.router == "gate_topk up to 32"
+        assert layer.router_calls > 0
     for at_stock, ours in zip(stock, answers, strict=True):
         assert_same_up_to_a_tie(at_stock, ours)
 

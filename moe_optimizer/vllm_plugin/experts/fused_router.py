@@ -64,7 +64,7 @@ def install_fused_routers(session: PluginSession, model: torch.nn.Module) -> Non
     most = 0 if decision is None else decision.params_as(FlashDmoeParams).fused_router
     if not most:
         return
-    unknown, position = why_unknown(), 0
+    unknown, position, said = why_unknown(), 0, set[str]()
     for runner, _ in layers_of_ours(model):
         reason = unknown or _uncovered(runner, most)
         if not reason:
@@ -82,7 +82,8 @@ def install_fused_routers(session: PluginSession, model: torch.nn.Module) -> Non
         session.routes(
             runner.routed_experts.w13_weight.data_ptr(), f"vLLM: {reason}" if reason else f"gate_topk up to {most}"
         )
-        if reason:
+        if reason and reason not in said:
+            said.add(reason)
             logger.warning("vLLM multiplies the gate of %s and chooses: %s", runner.layer_name, reason)
 
 
