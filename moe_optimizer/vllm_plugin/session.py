@@ -58,6 +58,7 @@ class PluginSession:
         self._planning_failure = ""
         self._layers: dict[int, _Layer] = {}
         self._routers: dict[int, str] = {}
+        self._other_routers = ""
         self._shapes: Counter[tuple[int, ...]] = Counter()
         self._counting = True
         self._canary_parts: dict[str, dict[str, str]] = {}
@@ -191,7 +192,7 @@ class PluginSession:
 
     def add_layer(self, pass_names: Sequence[str], address: int, layer: LayerProof) -> None:
         """Count a layer's calls for these passes, under the address of its weights."""
-        layer.router = self._routers.get(address, "")
+        layer.router = self._routers.get(address, self._other_routers)
         self._layers[address] = _Layer(layer, tuple(self._pass(name) for name in pass_names))
         for entry in self._layers[address].entries:
             entry.layers += (layer,)
@@ -246,9 +247,15 @@ class PluginSession:
                 entry.ran = all(each.calls or each.why_plain for each in entry.layers)
         self.writer.touch()
 
-    def routes(self, address: int, how: str) -> None:
-        """Note what multiplies the gate and chooses the experts of the layer whose weights are at `address`."""
-        self._routers[address] = how
+    def routes(self, address: int | None, how: str) -> None:
+        """Note what multiplies the gate and chooses the experts of the layer whose weights are at `address`.
+
+        None: of the layers for which it is not noted.
+        """
+        if address is None:
+            self._other_routers = how
+        else:
+            self._routers[address] = how
 
     def routed(self, address: int) -> None:
         """Note one forward whose experts our launch chose."""

@@ -189,7 +189,7 @@ def other_gate() -> Any:
         ({"_fse_fuse_gate": lambda: True}, "together"),
         ({"moe_config": lambda: SimpleNamespace(dp_size=2)}, "dp_size=2"),
     ],
-    ids=str,
+    ids=["no gate", "another gate", "FP32 gate", "another router", "both gates", "data parallelism"],
 )
 def test_a_layer_that_is_not_covered_stays_vllms_with_the_reason(session: PluginSession, change: Any, why: str) -> None:
     runner = make_runner(**{name: make() for name, make in change.items()})
@@ -227,6 +227,13 @@ def test_a_wrong_launch_leaves_the_layer_to_vllm_or_ends_the_start_of_several_ra
         return
     assert "it chooses" in installed(session, runner)
     assert "_compute_routing" not in vars(runner.router)
+
+
+def test_a_layer_that_was_not_found_in_the_model_says_so(session: PluginSession) -> None:
+    runner = make_runner()
+    del runner.routed_experts.quant_method
+    assert "not found" in installed(session, runner)
+    assert "forward" not in vars(runner.gate)
 
 
 def test_without_the_setting_nothing_is_replaced(session: PluginSession) -> None:

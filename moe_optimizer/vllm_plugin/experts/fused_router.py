@@ -64,6 +64,7 @@ def install_fused_routers(session: PluginSession, model: torch.nn.Module) -> Non
     most = 0 if decision is None else decision.params_as(FlashDmoeParams).fused_router
     if not most:
         return
+    session.routes(None, "vLLM: the layer was not found in the loaded model")
     unknown, position, said = why_unknown(), 0, set[str]()
     for runner, _ in layers_of_ours(model):
         reason = unknown or _uncovered(runner, most)
