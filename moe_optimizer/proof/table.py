@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.record import LayerProof, Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint
 from moe_optimizer.proof.verdict import (
     NO_WORKER,
@@ -95,8 +95,10 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         )
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     ran = _share([bool(entry and entry.ran) for entry in entries])
-    layers = max((len(entry.layers) for entry in entries if entry), default=0)
-    found = [f"{layers} layers"] if layers else sorted({entry.found for entry in entries if entry and entry.found})
+    layers = max((entry.layers for entry in entries if entry), key=len, default=())
+    found = sorted({entry.found for entry in entries if entry and entry.found})
+    if layers:
+        found = [f"{len(layers)} layers", *_gates(layers)]
     by_flags = decision.applier is Applier.FLAGS and not serves_fp8_checkpoint(decision)
     return Row(
         pass_name=decision.pass_name,
@@ -106,6 +108,16 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         why_not=why_not_running(plan, decision, proofs, absent) or layers_left(decision, proofs),
         canary=_canary([entry.canary for entry in entries if entry and entry.canary]),
     )
+
+
+def _gates(layers: Sequence[LayerProof]) -> tuple[str, ...]:
+    """Return in how many layers one launch chose the experts, and why not in others; () where it was not asked for."""
+    asked = [layer for layer in layers if layer.router]
+    if not asked:
+        return ()
+    reasons = dict.fromkeys(layer.router for layer in asked if not layer.router.startswith("gate_topk"))
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return (f"gate_topk in {sum(layer.router_calls > 0 for layer in asked)}{why}",)
 
 
 def _canary(outcomes: Sequence[str]) -> str:

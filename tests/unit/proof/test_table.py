@@ -92,6 +92,20 @@ def test_a_pass_that_the_plan_has_off_is_not_running(plan: Plan) -> None:
     assert "off" in not_running(plan, [worker(0, 1)], ["sparsity_24"])["sparsity_24"]
 
 
+def test_the_row_says_in_how_many_layers_one_launch_chose_the_experts_and_why_not_in_others(plan: Plan) -> None:
+    proof = worker(0, 1)
+    (layer,) = proof.passes[PASS].layers
+    ours, left = dataclasses.replace(layer, router="gate_topk up to 32", router_calls=2), "vLLM: the gate has a bias"
+
+    def ran(*layers: LayerProof) -> str:
+        proof.passes[PASS].layers = layers
+        return next(row.ran for row in proof_rows(plan, [proof]) if row.pass_name == PASS)
+
+    assert ran(layer, layer) == "yes, 2 layers"
+    assert ran(ours, ours) == "yes, 2 layers, gate_topk in 2"
+    assert ran(ours, dataclasses.replace(layer, router=left)) == f"yes, 2 layers, gate_topk in 1 ({left})"
+
+
 def with_scheduler(rank: int, *, ran: bool, why_not: str = "") -> Proof:
     proof = worker(rank)
     proof.passes["scheduler"] = PassProof(requested="x", applied=ran, ran=ran, why_not=why_not)
