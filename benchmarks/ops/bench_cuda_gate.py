@@ -6,7 +6,8 @@ Every side runs after an RMS norm that makes its tokens, as in a model: what a s
 costs there. The gates of a graph are more than L2 holds, and each call has tokens of its own; sides alternate.
   gate    norm; norm, F.linear, top-k of vLLM (topk_softmax); norm, gate_topk in clusters of 8 and 16 blocks, each with
           the gate read while the launch before it still runs ("settled") and not
-  layer   the same two followed by our direct kernel (and by vLLM's Triton experts, where vLLM is), 8 weight sets
+  layer   the same two followed by our experts, the kernel that is chosen by sizes (and by vLLM's Triton experts, where
+          vLLM is), 8 weight sets
 --write: benchmarks/records/<date>_<gpu>_gate_topk.json.
 """
 
@@ -202,7 +203,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
     from bench_cuda_cases import Tokens, problem_of
 
     from moe_optimizer.ops import cuda_dispatch
-    from moe_optimizer.ops.cuda_variants import DirectVariant
+    from moe_optimizer.ops.cuda_variants import choose_variant
 
     sides: dict[str, list[Call]] = {}
 
@@ -210,6 +211,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
         def call_of(step: Step, weight: Any) -> Call:
             tokens = Tokens(step.x, step.fused.router.logits, step.weights, step.ids, None)
             problem = problem_of(weight, tokens)
+            variant = choose_variant(problem.sizes)
             of_vllm = vllm.experts(weight, tokens) if experts == "Triton" else None
 
             def call() -> Tensor:
@@ -217,7 +219,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
                 getattr(step, gate)(**gate_options)
                 if of_vllm is not None:
                     return of_vllm()
-                cuda_dispatch.run(problem, DirectVariant())
+                cuda_dispatch.run(problem, variant)
                 return problem.out
 
             return call
@@ -226,10 +228,10 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
 
     if vllm is not None:
         add("norm, F.linear, topk_softmax, Triton", "stock", "Triton")
-        add("norm, F.linear, topk_softmax, direct", "stock", "direct")
+        add("norm, F.linear, topk_softmax, ours", "stock", "ours")
     for blocks in (8, 16):
-        add(f"norm, gate_topk{blocks}, direct", "one_launch", "direct", blocks=blocks, settled=False)
-        add(f"norm, gate_topk{blocks} settled, direct", "one_launch", "direct", blocks=blocks, settled=True)
+        add(f"norm, gate_topk{blocks}, ours", "one_launch", "ours", blocks=blocks, settled=False)
+        add(f"norm, gate_topk{blocks} settled, ours", "one_launch", "ours", blocks=blocks, settled=True)
     return sides
 
 
