@@ -163,8 +163,10 @@ def run_int4(inputs: Int4Inputs, out: Tensor, *, isa: str = "") -> None:
 
 def _repeated(inputs: Int4Inputs, out: Tensor) -> tuple[Inputs, Tensor, tuple[Tensor | None, Tensor | None]]:
     """Return what `cpu_calls` knows a call by."""
-    x, w13, w13_scale, w13_zero, w2, w2_scale, w2_zero, topk_weights, topk_ids, expert_map, *rest = inputs
-    known = Inputs(x, w13, w2, topk_weights, topk_ids, expert_map, w13_scale, w2_scale, *rest)
+    x, w13, w13_scale, w13_zero, w2, w2_scale, w2_zero, topk_weights, topk_ids, expert_map = inputs[:10]
+    w13_bias, w2_bias, activation = inputs[10:]
+    scales = (w13_scale, w2_scale)
+    known = Inputs(x, w13, w2, topk_weights, topk_ids, expert_map, *scales, w13_bias, w2_bias, activation)
     return known, out, (w13_zero, w2_zero)
 
 

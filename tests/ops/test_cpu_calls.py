@@ -46,14 +46,15 @@ def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(layer: tuple
 def test_repeated_calls_with_int4_weights_give_the_bits_of_first_ones(
     layer: tuple[torch.Tensor, torch.Tensor], zero_points: bool
 ) -> None:
-    int4 = tuple(quantize_int4(weight, 32, zero_points=zero_points) for weight in layer)
+    w13, w2 = (quantize_int4(weight, 32, zero_points=zero_points) for weight in layer)
     for count, seed in ((3, 0), (3, 1), (1, 2), (17, 3)):
         x, weights, ids = tokens(count, seed)
-        out = fused_experts(x, *int4, weights, ids, out=torch.full_like(x, float("nan")))
-        assert torch.equal(out, fused_experts(x, *int4, weights, ids))
+        out = fused_experts(x, w13, w2, weights, ids, out=torch.full_like(x, float("nan")))
+        assert torch.equal(out, fused_experts(x, w13, w2, weights, ids))
     assert len(cpu_calls._known) == 1
+    x, weights, ids = tokens(3, 0)
     with pytest.raises(TensorContractError, match="int4_experts: topk_ids"):
-        fused_experts(x, *int4, weights, ids + EXPERTS, out=out)
+        fused_experts(x, w13, w2, weights, ids + EXPERTS, out=torch.empty_like(x))
 
 
 def test_int4_weights_that_differ_in_their_scales_alone_are_not_the_same_call(
