@@ -23,7 +23,13 @@ _LEFT_ALONE = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
 
 
 def write_int4(
-    folder: Path, form: Form, *, group: int = 64, zero_points: bool = False, act_order: bool = False
+    folder: Path,
+    form: Form,
+    *,
+    group: int = 64,
+    zero_points: bool = False,
+    act_order: bool = False,
+    negated: bool = False,
 ) -> Path:
     """Write a checkpoint and return its folder.
 
@@ -33,6 +39,7 @@ def write_int4(
         group: columns that share a scale.
         zero_points: with one for each group; not "gptq", of which vLLM reads the symmetric kind alone.
         act_order: the file says that the columns of a group are anywhere in the row; they are not.
+        negated: with the experts' weights negated, which is another model.
     """
     ignored = shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json", "*.md", "*.txt")
     shutil.copytree(TINY_MOE, folder, ignore=ignored)
@@ -44,7 +51,9 @@ def write_int4(
     for path in sorted(TINY_MOE.glob("*.safetensors")):
         for name, weight in load_file(path).items():
             if _EXPERT.fullmatch(name):
-                tensors |= stored(name.removesuffix(".weight"), form, *quantized(weight, group, zero_points))
+                tensors |= stored(
+                    name.removesuffix(".weight"), form, *quantized(-weight if negated else weight, group, zero_points)
+                )
             else:
                 tensors[name] = weight
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -371,7 +371,12 @@ def _answered_offline(folder: Path) -> dict[str, Offline]:
 
 
 def answered_offline(
-    folder: Path, plans: Mapping[str, Plan], *, texts: Mapping[str, str] = {}, stand_ins: Mapping[str, str] = {}
+    folder: Path,
+    plans: Mapping[str, Plan],
+    *,
+    texts: Mapping[str, str] = {},
+    stand_ins: Mapping[str, str] = {},
+    reloads: Mapping[str, Path] = {},
 ) -> dict[str, Offline]:
     """Serve plans without a server, one after the other in forks of one process that has imported vLLM.
 
@@ -380,12 +385,14 @@ def answered_offline(
         plans: by name.
         texts: name -> text whose perplexity is asked for.
         stand_ins: name -> code that is executed before anything of the plan is loaded.
+        reloads: name -> folder whose weights are loaded into the running engine before it answers.
     """
     for name, plan in plans.items():
         run_dir = folder / name
         run_dir.mkdir(mode=0o700)
         (run_dir / "plan.json").write_text(plan.to_json())
         asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "text": texts.get(name, "")}
+        asked["reload"] = str(reloads.get(name, ""))
         (run_dir / "request.json").write_text(json.dumps(asked))
         if name in stand_ins:
             (run_dir / "stand_in.py").write_text(stand_ins[name])

@@ -40,7 +40,10 @@ def main(*folders: str) -> int:
 
 
 def answer(folder: Path) -> None:
-    """Serve the plan of a folder to its request.json: {"prompts", "max_tokens", "text"}."""
+    """Serve the plan of a folder to its request.json: {"prompts", "max_tokens", "text", "reload"}.
+
+    "reload": a folder whose weights are loaded into the engine before it answers; "" keeps the plan's.
+    """
     stand_in = folder / "stand_in.py"
     if stand_in.exists():
         exec(stand_in.read_text(), {})
@@ -50,6 +53,8 @@ def answer(folder: Path) -> None:
     parser: Any = make_arg_parser(FlexibleArgumentParser())
     arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", plan.model.path, *plan.serve_args.words]))
     engine = LLM(**vars(arguments))
+    if asked["reload"]:
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": asked["reload"]})
     greedy = SamplingParams(max_tokens=asked["max_tokens"], temperature=0, logprobs=2)
     found = engine.generate(asked["prompts"], greedy, use_tqdm=False)
     answers = [_tokens_and_best_two(each.outputs[0]) for each in found]
