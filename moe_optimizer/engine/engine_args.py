@@ -69,6 +69,8 @@ class EngineArgs(Arguments):
     """Whether torch.compile joins the operations between matrix products; None does on GPUs."""
     fused_moe: bool = True
     """False computes the experts one after the other in plain torch."""
+    packed_weights: bool = True
+    """On CPUs a second copy of large weights in oneDNN's order, in which products take half the time."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ import torch
 from moe_optimizer.engine import LLM, SamplingParams
 from moe_optimizer.engine.cuda_graphs import capture_sizes
 from moe_optimizer.engine.layers.moe import MoE
+from moe_optimizer.engine.model_runner import ModelRunner
 from tests.engine.tiny_models import TINY_MOE
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n", "def fibonacci(n):\n    return"]
@@ -21,6 +22,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "attention backend": {"attention_backend": "sdpa"},
     "packed prefill": {"attention_backend": "sdpa_padded"},
     "fused_moe": {"fused_moe": False},
+    "packed weights": {"packed_weights": False},
 }
 
 
@@ -52,6 +54,12 @@ def test_compiling_makes_one_graph_for_all_layers_and_changes_no_output(plain: l
     # Norm with sum, norm with rotation, the sampler; a graph for each layer would reach the limit of recompilations.
     assert 0 < counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
+
+
+def test_weights_as_they_are_stored_have_no_copies() -> None:
+    llm = LLM(str(TINY_MOE), dtype="float32", device="cpu", num_gpu_blocks_override=8, packed_weights=False)
+    assert isinstance(llm.llm_engine.executor, ModelRunner)
+    assert llm.llm_engine.executor.model.head.packed is None
 
 
 def test_experts_in_plain_torch_take_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

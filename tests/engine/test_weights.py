@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
+from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.model_runner import load_model
 from moe_optimizer.engine.tokenizer import generation_defaults, load_tokenizer
 from moe_optimizer.errors import InputError, UnsupportedError
@@ -150,11 +152,14 @@ def test_an_index_that_is_none_is_refused(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
-def test_logits_come_from_a_copy_for_onednn_in_float32_only(name: str, tiny_model: Callable[..., Path]) -> None:
+def test_logits_come_from_a_copy_for_onednn_where_it_multiplies_the_dtype(
+    name: str, tiny_model: Callable[..., Path]
+) -> None:
     for dtype in ("float32", "bfloat16"):
         args = EngineArgs(model=str(tiny_model(name)), dtype=dtype, device="cpu", skip_tokenizer_init=True)
         model = load_model(EngineConfig.resolve(args))
-        assert (model.head.packed is not None) == (dtype == "float32" and torch.backends.mkldnn.is_available())
+        has_product = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert (model.head.packed is not None) == (has_product and torch.backends.mkldnn.is_available())
         hidden = torch.randn(3, model.config.hidden_size, dtype=model.head.weight.dtype)
         with torch.inference_mode():
             got, want = model.logits(hidden).double(), hidden.double() @ model.head.weight.double().T
@@ -170,6 +175,43 @@ def test_logits_are_of_the_weight_as_it_is_now(tiny_model: Callable[..., Path]) 
         before = model.logits(hidden)
         model.head.weight.mul_(2.0)
         assert torch.allclose(model.logits(hidden), 2.0 * before, rtol=1e-5, atol=1e-5)
+
+
+def _wide(tiny_model: Callable[..., Path], dtype: Any) -> list[Linear | MergedLinear]:
+    args = EngineArgs(model=str(tiny_model("qwen3-wide")), dtype=dtype, device="cpu", skip_tokenizer_init=True)
+    model = load_model(EngineConfig.resolve(args))
+    return [module for module in model.modules() if isinstance(module, (Linear, MergedLinear))]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_large_matrices_are_computed_from_copies(dtype: str, tiny_model: Callable[..., Path]) -> None:
+    copied = {"float32": True, "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported(), "float16": False}[dtype]
+    for module in _wide(tiny_model, dtype):
+        assert (module.packed is not None) == copied
+        x = torch.randn(3, module.weight.shape[1]).to(module.weight.dtype)
+        with torch.inference_mode():
+            got, want = module.multiplied(x), torch.nn.functional.linear(x, module.weight)
+        # Half precision keeps the bits of transformers, which multiplies so.
+        assert (got - want).abs().max() <= (2e-5 if dtype == "float32" else 0)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_small_matrices_have_no_copies(tiny_model: Callable[..., Path]) -> None:
+    args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
+    modules = load_model(EngineConfig.resolve(args)).modules()
+    assert not [
+        module for module in modules if isinstance(module, (Linear, MergedLinear)) and module.packed is not None
+    ]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_copies_that_would_take_too_much_memory_are_not_made_and_it_is_said(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    assert all(module.packed is None for module in _wide(tiny_model, "float32"))
+    assert "oneDNN" in caplog.text
 
 
 def _other_form(*_: Any) -> Any:
@@ -194,8 +236,8 @@ def test_a_torch_without_the_product_of_onednn_gives_the_same_logits_and_says_so
         assert torch.equal(model.logits(hidden), torch.nn.functional.linear(hidden, model.head.weight))
 
 
-def test_a_weight_that_is_no_longer_in_float32_has_no_copy(tiny_model: Callable[..., Path]) -> None:
+def test_a_weight_in_a_dtype_without_the_product_has_no_copy(tiny_model: Callable[..., Path]) -> None:
     args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
-    model = load_model(EngineConfig.resolve(args)).bfloat16()
+    model = load_model(EngineConfig.resolve(args)).half()
     model.head.pack()
     assert model.head.packed is None

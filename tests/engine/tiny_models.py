@@ -33,6 +33,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-head-dim-80": ("qwen3", {**_BASE, "head_dim": 80}),
     "qwen3-one-kv-head": ("qwen3", {**_BASE, "head_dim": 24, "num_attention_heads": 6, "num_key_value_heads": 1}),
     "qwen3-all-kv-heads": ("qwen3", {**_BASE, "head_dim": 32, "num_key_value_heads": 4}),
+    # Its matrices are large enough for copies in oneDNN's order.
+    "qwen3-wide": ("qwen3", {**_BASE, "head_dim": 64, "num_attention_heads": 8, "hidden_size": 512,
+        "intermediate_size": 512, "initializer_range": 0.05}),
     "qwen3-linear-rope": ("qwen3", {**_BASE, "head_dim": 16, "rope_parameters": {
         "rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     "qwen3-yarn": ("qwen3", {**_BASE, "head_dim": 16, "rope_parameters": {

@@ -51,7 +51,51 @@ class Layer(nn.Module):
             yield f"{name}.{parameter}", Place(target.data, *self.sliced)
 
 
-class Linear(Layer):
+class Matrix(Layer):
+    """A layer that multiplies by its weight [outputs, inputs]."""
+
+    weight: Tensor
+    packed: Tensor | None = None
+    """The weight in oneDNN's order, in which a large product takes half the time of torch's own."""
+    _packed_version = 0
+
+    def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias."""
+        if self.packed is None:
+            return F.linear(x, self.weight, bias)
+        if self.weight._version != self._packed_version:
+            self.pack()
+            return self.multiplied(x, bias)
+        return _onednn_product(x, self.packed, bias)
+
+    def pack(self) -> None:
+        """Hold a second copy of the weight for `multiplied`, where torch has oneDNN for its dtype here.
+
+        It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
+        """
+        self.packed = None
+        has_product = self.weight.is_cpu and self.weight.dtype in (torch.float32, torch.bfloat16)
+        if not (torch.backends.mkldnn.is_available() and has_product):
+            return
+        try:
+            # In bfloat16 torch's own product is oneDNN's then too, with the same bits.
+            if self.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                return
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
+            _onednn_product(self.weight.data[:1], packed)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            # Both are for torch's own compiler: another torch may not have them, or in another form.
+            _log.warning("products take twice the time: torch %s has no oneDNN product as known: %s",
+                         torch.__version__, described(error))  # fmt: skip
+            return
+        self.packed, self._packed_version = packed, self.weight._version
+
+
+def _onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+class Linear(Matrix):
     """y = x @ weight.T + bias. Several ranks multiply a slice of x each, and add the products up."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool = False, ranks: Ranks = ALONE) -> None:
@@ -62,12 +106,12 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.ranks.sum(F.linear(x, self.weight))
+            return self.multiplied(x, self.bias)
+        y = self.ranks.sum(self.multiplied(x))
         return y if self.bias is None else y + self.bias
 
 
-class MergedLinear(Layer):
+class MergedLinear(Matrix):
     """Projections of one input that a checkpoint stores apart: one product, their rows in the order of `sizes`.
 
     `sizes` are the outputs of each on this rank, which holds a slice of them, by the names of the projections.
@@ -84,7 +128,7 @@ class MergedLinear(Layer):
 
     def product(self, x: Tensor) -> Tensor:
         """Return the outputs side by side."""
-        return F.linear(x, self.weight, self.bias)
+        return self.multiplied(x, self.bias)
 
     def split(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return outputs.split(list(self.sizes.values()), dim=-1)
@@ -96,12 +140,8 @@ class MergedLinear(Layer):
                 yield f"{name.rpartition('.')[0]}.{projection}_proj.{parameter}", Place(part, 0, self.ranks)
 
 
-class Embedding(Layer):
+class Embedding(Matrix):
     """One vector per token of the vocabulary, and as the model's last layer one logit."""
-
-    packed: Tensor | None = None
-    """The weight in oneDNN's order, in which logits take half the time of torch's own product."""
-    _packed_version = 0
 
     def __init__(self, vocab_size: int, size: int, *, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -116,31 +156,4 @@ class Embedding(Layer):
         return self.ranks.sum(F.embedding(local * mine, self.weight) * mine[:, None])
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        if self.packed is None:
-            return self.ranks.gather(F.linear(x_TH, self.weight))
-        if self.weight._version != self._packed_version:
-            self.pack()
-            return self.logits(x_TH)
-        return self.ranks.gather(_onednn_product(x_TH, self.packed))
-
-    def pack(self) -> None:
-        """Hold a second copy of the weight for `logits`, where torch has oneDNN and computes here in float32.
-
-        It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
-        """
-        self.packed = None
-        if not (torch.backends.mkldnn.is_available() and self.weight.is_cpu and self.weight.dtype == torch.float32):
-            return
-        try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
-            _onednn_product(self.weight.data[:1], packed)
-        except (AttributeError, RuntimeError, TypeError) as error:
-            # Both are for torch's own compiler: another torch may not have them, or in another form.
-            _log.warning("logits take twice the time: torch %s has no oneDNN product as known: %s",
-                         torch.__version__, described(error))  # fmt: skip
-            return
-        self.packed, self._packed_version = packed, self.weight._version
-
-
-def _onednn_product(x_TH: Tensor, packed: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TH, packed, None, "none", [], "")
+        return self.ranks.gather(self.multiplied(x_TH))
