@@ -93,6 +93,22 @@ def _peer(record: Any, layer: str, weights: str, library: str, tokens: str) -> l
     return [peer, ours, peer / ours]
 
 
+def _gate(record: Any, tokens: str) -> list[float]:
+    gate, layer = (
+        {name: statistics.median(samples) for name, samples in case["samples_us"].items()}
+        for what in ("gate", "layer")
+        for case in record["cases"]
+        if (case["what"], case["tokens"]) == (what, int(tokens))
+    )
+    ours, theirs = "norm, gate_topk16 settled", "norm, F.linear, topk_softmax"
+    return [
+        gate[theirs] - gate["norm"],
+        gate[ours] - gate["norm"],
+        layer[f"{theirs}, direct"],
+        layer[f"{ours}, direct"],
+    ]
+
+
 def _verify_steps(record: Any, experts: str, drafts: str) -> list[float]:
     loads = record["runs"]["bf16" if experts.startswith("BF16") else "four_bit_fp8"]["sides"][drafts]["loads"]
     return [value for load in loads.values() for value in (load["step_ms"], load["tpot_ms_median"])]
@@ -360,6 +376,8 @@ CLAIMS = [
     Claim("docs/passes/speculation.md",
           "{3.66} ms without, {2.59} ms with drafts, {1.41}x ({1.22}x to {1.54}x), {80} % of the drafts accepted, "
           "{40} of", (_SPECULATION,), _speculation),
+    Table("docs/passes/flash_dmoe.md", "| tokens | product and top-k, vLLM |", "and timed there", 1,
+          ("2026-11-25_h100_gate_topk",), _gate),
     Table("docs/kernels.md", "| layer | weights | library |", "how many times as fast ours is", 4,
           ("2026-11-25_h100_peers",), _peer),
     Table("docs/passes/speculation.md", "| experts | drafts |", "Times of a step", 2, (_VERIFY_STEPS,), _verify_steps),
