@@ -30,7 +30,7 @@ _H100 = "2026-11-22_h100_served"
 _KV_CACHE, _INT4 = "2026-11-24_h100_kv_cache_served", "2026-11-24_h100_int4_experts"
 _FOUR_BIT_H200 = "2026-11-24_h200_four_bit_fp8_served"
 _ONE_GPU, _BOTH = "2026-11-23_h100_fp8_one_gpu_served", "2026-11-23_h100_four_bit_fp8_served"
-_ENGINE_H100 = "2026-11-23_h100_engine_throughput"
+_ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
 _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_linears"
 _SPECULATION, _VERIFY_STEPS = "2026-11-23_epyc_speculation", "2026-11-25_h100_verify_steps"
 _DECODE_CHECK, _DECODE_H100 = "2026-11-23_epyc_decode_check", "2026-11-23_h100_decode_check"
@@ -91,6 +91,20 @@ def _peer(record: Any, layer: str, weights: str, library: str, tokens: str) -> l
     peer = min(each["median_us"] for name, each in sides.items() if name.startswith(_PEERS[library]))
     ours = min(each["median_us"] for name, each in sides.items() if name.startswith(("direct", "grouped")))
     return [peer, ours, peer / ours]
+
+
+def _decodes(record: Any) -> list[float]:
+    return [
+        side[f"ms_per_token_at_{requests}"]["median"]
+        for side in record["results"]["decode"].values()
+        for requests in (1, 64)
+    ]
+
+
+def _step_of_256(record: Any) -> list[float]:
+    (step,) = [each for each in record["steps"] if each["batch"] == 256]
+    (attention,) = [each["ms"] for each in step["kernels"] if each["name"] == "_attend"]
+    return [step["step_ms"], step["gpu_idle_ms"], attention]
 
 
 def _gate(record: Any, tokens: str) -> list[float]:
@@ -478,11 +492,12 @@ CLAIMS = [
     Claim("docs/engine.md", "{6.4} s, at most {9.2} s; {5.6} s of processor time", (_STARTUP,),
           lambda found: [found["results"]["first token, embedded engine"][each]
                          for each in ("median_s", "max_s", "cpu_median_s")]),
-    Claim("docs/engine.md", "output tokens/s | {14,879} |", (_ENGINE_H100,),
-          lambda found: [found["results"]["nano"]["engine"]["output_tokens_per_s"]]),
-    Claim("docs/engine.md", "{4.30} and {24.4} ms", (_ENGINE_H100,),
-          lambda found: [found["results"]["decode"]["engine"][f"ms_per_token_at_{requests}"]["median"]
-                         for requests in (1, 64)]),
+    Claim("docs/engine.md", "output tokens/s | {16,493}; vLLM 0.26 {18,978} |", (_ENGINE_BOTH,),
+          lambda found: [found["results"]["nano"][side]["output_tokens_per_s"] for side in ("engine", "vllm")]),
+    Claim("docs/engine.md", "{4.45} and {25.3} ms; vLLM 0.26 {4.71} and {24.7} ms", (_ENGINE_BOTH,), _decodes),
+    Claim("docs/engine.md", "{4.30} and {24.4} ms", (_ENGINE_H100,), _decodes),
+    Claim("docs/engine.md", "{9.8} ms, {1.4} ms; attention {6.7} ms", ("2026-11-25_h100_engine_decode_step",),
+          _step_of_256),
     Claim("docs/engine.md", "{47} us of thread time", (_STEP,),
           lambda found: [statistics.median(found["median_us_of_turns"])]),
     Claim("docs/engine.md", "{79} % of the read bandwidth ({18} of {23} GB/s)", (_DECODE,),
