@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("records", metavar="RECORD", nargs="*", type=Path)
     paths = parser.parse_args(arguments).records or sorted(RECORDS.glob("*.json"))
     records = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
-    found = {path: record for path, record in records.items() if _is_of_cuda_kernels(record)}
+    found = {path: record for path, record in records.items() if holds_tables(record)}
     newest: dict[str, dict[tuple[Any, ...], KernelSpeeds]] = {}
     for path in sorted(found, key=lambda path: _commit_time(found[path]["commit"])):
         for table in tables_of(found[path], path):
@@ -60,9 +60,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _is_of_cuda_kernels(record: dict[str, Any]) -> bool:
+def holds_tables(record: dict[str, Any]) -> bool:
+    """Whether a record is of our CUDA kernels and vLLM's. One of other libraries has one routing: too few for a table."""
     cases = record.get("cases") or []
-    return bool(record["environment"].get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {}))
+    timed = record["environment"].get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {})
+    return bool(timed and "peer" not in cases[0])
 
 
 def _commit_time(commit: str) -> int:

@@ -40,7 +40,7 @@ def test_a_browser_shows_it_whole(width: int, scheme: Scheme, report: Path, page
         "[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect())"
         ".map(box => [box.width, box.height, box.left])"
     )
-    assert len(sizes) == 15
+    assert len(sizes) == 16
     assert all(shown > 200 and high > 100 and left >= 0 for shown, high, left in sizes)
     outside = page.value(
         "[...document.querySelectorAll('svg')].flatMap(svg => [...svg.querySelectorAll('text, .mark')]"

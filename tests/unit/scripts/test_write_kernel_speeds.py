@@ -63,6 +63,14 @@ def test_every_shipped_table_is_in_its_record(script: ModuleType) -> None:
             assert table in script.tables_of(json.loads(source.read_text()), source), (table.source, table.shape)
 
 
+@pytest.mark.parametrize(
+    ("subject", "holds"), [("2026-11-22_h100_fused_experts", True), ("2026-11-25_h100_peers", False)]
+)
+def test_a_record_of_other_libraries_holds_no_tables(subject: str, holds: bool, script: ModuleType) -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / f"{subject}.json").read_text())
+    assert script.holds_tables(record) == holds
+
+
 def with_times(case: dict[str, Any], **times: float) -> dict[str, Any]:
     named = {name.replace("_", "-"): {"median_us": time} for name, time in times.items()}
     return {**case, "sides": case["sides"] | named}
