@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def holds_tables(record: dict[str, Any]) -> bool:
-    """Whether a record is of our CUDA kernels and vLLM's. One of other libraries has one routing: too few for a table."""
+    """Whether a record is of our CUDA kernels and vLLM's. One of other libraries has too few routings for a table."""
     cases = record.get("cases") or []
     timed = record["environment"].get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {})
     return bool(timed and "peer" not in cases[0])

@@ -30,7 +30,7 @@ _IN_WORDS = {
     "fp8_block": "FP8",
     "fp8_channel": "FP8 per channel",
     "mxfp4": "MXFP4",
-    **{int4_weights(group, zero_points=False): f"INT4, groups of {group}" for group in INT4_GROUPS},
+    **{int4_weights(group, zero_points=False): f"INT4 g{group}" for group in INT4_GROUPS},
 }
 _ACTIVATION_BYTES = 2
 STOCK_NAME = "vLLM"
