@@ -104,7 +104,7 @@ def roofline(speeds: KernelSpeeds, gpu: GpuSpec) -> Picture:
     best = max(points, key=lambda each: each.flop_per_s / min(peak, bandwidth * each.intensity))
     shape = speeds.shape
     return chart(
-        f"{_IN_WORDS[speeds.weights]} weights, {gpu.name}: TFLOP/s, logarithmic",
+        f"{_IN_WORDS[speeds.weights]} weights, {gpu.name}: TFLOP/s, log scale",
         f"Roofline of {gpu.name}: {bandwidth / 1e12:.2f} TB/s up to {ridge:.0f} FLOP/byte, then {peak / 1e12:.0f} "
         f"TFLOP/s. Kernels of one layer of {shape.num_experts} experts with {speeds.weights} weights, 1 to "
         f"{points[-1].tokens} tokens. Nearest to the roof: {best.kernel} at {best.tokens} tokens, "
