@@ -34,7 +34,7 @@ from moe_optimizer.measure.tune.ledger import NOTHING_COMPARED, Entry, TuneResul
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.settings import settings_of
-from moe_optimizer.measure.tune.split import TRITON_SHARE
+from moe_optimizer.measure.tune.step_budget import TRITON_SHARE
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
 from moe_optimizer.plan.decision import Applier, Status, Wish

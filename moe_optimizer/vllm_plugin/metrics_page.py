@@ -21,7 +21,7 @@ from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
 
 logger = get_logger(__name__)
-Part = Callable[[Path, Sequence[Proof]], Iterable[Metric]]
+MetricSource = Callable[[Path, Sequence[Proof]], Iterable[Metric]]
 """Makes metrics of a run folder and of the proofs of the workers in it."""
 
 _FRESH_S = 3.0
@@ -38,7 +38,7 @@ class RunCollector(Collector):
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self.parts: list[Part] = []
+        self.parts: list[MetricSource] = []
         self._made: list[Metric] = []
         self._made_at = float("-inf")
 
@@ -59,7 +59,7 @@ class RunCollector(Collector):
         yield from self._made
 
 
-def show_on_metrics(run_dir: Path, *parts: Part) -> None:
+def show_on_metrics(run_dir: Path, *parts: MetricSource) -> None:
     """Add parts to the page of this process, if it is an API server's. Harmless when repeated."""
     page = _pages.get(run_dir)
     if page is None:

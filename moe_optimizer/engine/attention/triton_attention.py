@@ -39,15 +39,17 @@ class TritonAttention:
         decodes, prefills = batch.num_decodes, batch.prefills
         if decodes:
             splits = _num_splits(decodes * k_TKd.shape[1], q_THd.device)
-            _launch(q_THd, cache_2BSKd, out_THd, batch, Part(0, decodes, 1, _DECODE_ROWS, splits))
+            _launch(q_THd, cache_2BSKd, out_THd, batch, TiledSequences(0, decodes, 1, _DECODE_ROWS, splits))
         if prefills:
             longest = max(prefill.end - prefill.begin for prefill in prefills)
-            _launch(q_THd, cache_2BSKd, out_THd, batch, Part(decodes, len(prefills), longest, _PREFILL_ROWS, 1))
+            _launch(
+                q_THd, cache_2BSKd, out_THd, batch, TiledSequences(decodes, len(prefills), longest, _PREFILL_ROWS, 1)
+            )
         return out_THd
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TiledSequences:
     """Sequences [first, first + count) of a step, and how they are tiled."""
 
     first: int
@@ -77,7 +79,7 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
     return min(_MOST_SPLITS, triton.next_power_of_2(max(1, wanted)))
 
 
-def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, batch: PackedBatch, part: Part) -> None:
+def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, batch: PackedBatch, part: TiledSequences) -> None:
     _, heads, size = q_THd.shape
     _, _, block_size, kv_heads, _ = cache_2BSKd.shape
     shared = heads // kv_heads

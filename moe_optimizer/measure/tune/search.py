@@ -14,7 +14,7 @@ from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import Ended, Entry, NearestMiss, Step
 from moe_optimizer.measure.tune.setting_search import SettingSearch
 from moe_optimizer.measure.tune.settings import UNCHANGED, Settings, arguments_of
-from moe_optimizer.measure.tune.split import ABLATION, CONFIRMATION, SETTING, Part
+from moe_optimizer.measure.tune.step_budget import ABLATION, CONFIRMATION, SETTING, StepBudget
 from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial, words
 
 _MOST_FAILURES = 3
@@ -355,9 +355,9 @@ class _Search:
     def _identity(self, candidate: Candidate) -> str:
         return self._measure.identity(candidate)
 
-    def _why_no_time(self, part: Part, *, of: Candidate, next_waits: bool = False) -> str:
+    def _why_no_time(self, budget: StepBudget, *, of: Candidate, next_waits: bool = False) -> str:
         judged = any(map(self._measure.changes_answers, (_BEST, of)))
-        why = part.why_not(self._journal, judged=judged, next_waits=next_waits)
+        why = budget.why_not(self._journal, judged=judged, next_waits=next_waits)
         self._left_out |= bool(why)
         return why
 

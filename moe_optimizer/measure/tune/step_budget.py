@@ -12,7 +12,7 @@ what it leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StepBudget:
     """What one step may take."""
 
     kind: str
@@ -39,9 +39,9 @@ class Part:
         return ""
 
 
-ABLATION = Part(kind="paired", then=("paired",), until=0.75)
+ABLATION = StepBudget(kind="paired", then=("paired",), until=0.75)
 """Each pass, then the result. Chosen: settings get a quarter at least."""
-SETTING = Part(kind="alone", then=("paired", "paired"))
+SETTING = StepBudget(kind="alone", then=("paired", "paired"))
 """Each, then its confirmation and the result."""
-CONFIRMATION = Part(kind="paired", then=("paired",))
+CONFIRMATION = StepBudget(kind="paired", then=("paired",))
 """Then the result."""

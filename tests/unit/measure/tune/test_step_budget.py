@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.split import ABLATION, CONFIRMATION, SETTING, Part
+from moe_optimizer.measure.tune.step_budget import ABLATION, CONFIRMATION, SETTING, StepBudget
 from moe_optimizer.measure.tune.trial import Outcome
 
 
@@ -30,12 +30,14 @@ def after(pairs: int, now: list[float], *, budget_s: float = 100.0) -> Journal:
 
 
 @pytest.mark.parametrize(
-    ("part", "judged", "most"),
+    ("budget", "judged", "most"),
     [(ABLATION, False, 8), (ABLATION, True, 7), (SETTING, False, 7), (SETTING, True, 6), (CONFIRMATION, False, 8)],
 )
-def test_a_step_leaves_time_for_what_must_follow_it(part: Part, judged: bool, most: int, now: list[float]) -> None:
-    assert not part.why_not(after(most, now), judged=judged)
-    assert part.why_not(after(most + 1, now), judged=judged).startswith("no time left: it takes ")
+def test_a_step_leaves_time_for_what_must_follow_it(
+    budget: StepBudget, judged: bool, most: int, now: list[float]
+) -> None:
+    assert not budget.why_not(after(most, now), judged=judged)
+    assert budget.why_not(after(most + 1, now), judged=judged).startswith("no time left: it takes ")
 
 
 def test_the_next_step_has_its_share(now: list[float]) -> None:
