@@ -398,7 +398,7 @@ def answered_offline(
             (run_dir / "stand_in.py").write_text(stand_ins[name])
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.offline", *(str(folder / name) for name in plans)],
-        cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **COMPILES}, capture_output=True, text=True,
         timeout=READY_TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

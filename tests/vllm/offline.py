@@ -26,6 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from moe_optimizer import env
 from moe_optimizer.launcher.command import server_environment
 from moe_optimizer.plan.plan import Plan
+from tests.vllm.forked import cheaper
 from tests.vllm.heldout import START, windows_of
 from tests.vllm.in_forks import in_forks
 
@@ -48,6 +49,9 @@ def answer(folder: Path) -> None:
     if stand_in.exists():
         exec(stand_in.read_text(), {})
     plan, asked = Plan.load(folder / "plan.json"), json.loads((folder / "request.json").read_text())
+    if "--enforce-eager" in plan.serve_args:
+        os.environ.pop(cheaper.COMPILES)
+        cheaper.spare()
     os.environ |= server_environment(plan, folder / "plan.json") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ[env.RUN_DIR] = str(folder)
     parser: Any = make_arg_parser(FlexibleArgumentParser())
