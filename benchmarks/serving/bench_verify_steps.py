@@ -1,7 +1,7 @@
 """Measures what a step that checks drafts costs, by the number of drafts and of clients, on one GPU.
 
     python benchmarks/serving/bench_verify_steps.py --model DIR --out FILE [--drafts 0,3,1,5] [--profile balanced]
-        [--enable-fp8] [--total-s 500] [-- further vllm serve arguments]
+        [--enable-fp8] [--enable-four-bit] [--total-s 500] [-- further vllm serve arguments]
 
 A language model of one narrow layer with random weights drafts, and vLLM accepts drafts at a fixed rate whatever they
 are (rejection_sample_method "synthetic"): what is measured is the cost of a step, not how well anything drafts. Each
