@@ -32,8 +32,9 @@ from moe_optimizer.plan.plan import Plan
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
-_ATTEMPTS = 3
-"""Chosen: at a round. What the first needed is in the caches for the second."""
+_ATTEMPTS = 8
+"""Chosen: at a round. What the first needed is in the caches for the second, but vLLM's gpt-oss kernels, which nothing
+warmed up, compiled in three in a row on an H100: other token counts take other variants."""
 
 OnStep = Callable[[float, str], None]
 Stopping = Callable[[], AbstractContextManager[Any]]
