@@ -137,14 +137,14 @@ void run(const py::dict& experts, const py::object& router, const py::object& in
 // ValueError: no kernel covers the call.
 py::dict gate_layout(const py::dict& gate, const py::dict& router) {
   return to_python(
-      gate_topk_layout(from_python<GateTopkProblem>("gate", gate), from_python<RouterArgs>("router", router)));
+      gate_topk_layout(from_python<GateTopkArgs>("gate", gate), from_python<RouterArgs>("router", router)));
 }
 
 void run_gate(const py::dict& gate, const py::dict& router, uintptr_t stream) {
-  const auto problem = from_python<GateTopkProblem>("gate", gate);
+  const auto args = from_python<GateTopkArgs>("gate", gate);
   const auto rule = from_python<RouterArgs>("router", router);
   py::gil_scoped_release release;
-  run_gate_topk(problem, rule, stream);
+  run_gate_topk(args, rule, stream);
 }
 #endif
 

@@ -1,8 +1,8 @@
 // Lays out and starts the CUDA kernels.
 #pragma once
 
-#include "launch/gate_topk_problem.h"
 #include "launch/problem.h"
+#include "moeopt/gate_topk.h"
 
 namespace moeopt {
 
@@ -16,7 +16,7 @@ void run_cuda(const Problem& problem, const Variant& variant, int multiprocessor
 
 // The gate product and top-k of few tokens (gate_topk.cuh): what `run_gate_topk` launches, and the launch. It is a
 // launch like those of `run_cuda`, which may follow it on the stream with its ids and weights.
-GateTopkLaunch gate_topk_layout(const GateTopkProblem& problem, const RouterArgs& router);
-void run_gate_topk(const GateTopkProblem& problem, const RouterArgs& router, uintptr_t stream);
+GateTopkLaunch gate_topk_layout(const GateTopkArgs& args, const RouterArgs& router);
+void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t stream);
 
 }  // namespace moeopt

@@ -1,4 +1,4 @@
-// Starts the gate product and top-k of few tokens: one cluster.
+// Starts the gate product and top-k of few tokens.
 #include "launch/gate_topk.h"
 
 #include "launch/cuda_kernels.h"
@@ -6,20 +6,16 @@
 
 namespace moeopt {
 
-GateTopkLaunch gate_topk_layout(const GateTopkProblem& problem, const RouterArgs& router) {
-  return gate_topk_launch(problem, router);
+GateTopkLaunch gate_topk_layout(const GateTopkArgs& args, const RouterArgs& router) {
+  return gate_topk_launch(args, router);
 }
 
-void run_gate_topk(const GateTopkProblem& problem, const RouterArgs& router, uintptr_t handle) {
-  const GateTopkLaunch launch = gate_topk_launch(problem, router);
-  const GateTopkArgs args = gate_topk_arguments(problem, launch);
-  const auto blocks = static_cast<unsigned>(launch.cluster_blocks);
-  const LaunchShape shape{dim3(blocks), kGateWarps * 32, launch.shared_bytes, reinterpret_cast<cudaStream_t>(handle),
-                          blocks};
-  with_gate_kernel(launch, [&](auto halves, auto groups) {
-    const auto kernel = gate_topk_kernel<decltype(halves)::value, decltype(groups)::value>;
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "gate_topk");
-    launch_kernel("gate_topk", kernel, shape, args, router);
+void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t stream) {
+  const GateTopkLaunch launch = gate_topk_launch(args, router);
+  const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
+                          reinterpret_cast<cudaStream_t>(stream)};
+  with_gate_kernel(launch, [&](auto experts) {
+    launch_kernel("gate_topk", gate_topk_kernel<decltype(experts)::value>, shape, args, router);
   });
 }
 

@@ -170,45 +170,48 @@ def run(problem: CudaProblem, variant: Variant) -> None:
         stream = torch.cuda.current_stream(device).cuda_stream
         # The kernels allocate nothing; what the workspace holds before the call does not matter.
         workspace = torch.empty(layout["bytes"], dtype=torch.uint8, device=device)
-        counter = None if isinstance(variant, DirectVariant) else _counter_for(device, stream)
-        kernels.cuda_run(*call, workspace.data_ptr(), 0 if counter is None else counter.data_ptr(), stream)
+        words = None if isinstance(variant, DirectVariant) else zeroed_words(device, stream)
+        kernels.cuda_run(*call, workspace.data_ptr(), 0 if words is None else words.data_ptr(), stream)
 
 
-class CounterBank:
-    """Zeroed arrival counters, one per stream: two calls that may overlap must not share one.
+class WordBank:
+    """Zeroed words by which blocks tell one another of what is done: two calls that may overlap must not share them.
 
-    Every call that finishes leaves its counter zero. A counter is handed out without allocating, so that the first call
-    on a capturing stream works; only when all are taken does a call get a fresh one, whose zeroing then becomes part of
-    the call (and of the graph).
+    Every call that finishes leaves its stream's words zero. They are handed out without allocating, so that the first
+    call on a capturing stream works; only when all are taken does a call get fresh ones, whose zeroing then becomes
+    part of the call (and of the graph).
     """
 
     STREAMS = 16
+    WORDS = 16 * MAX_EXPERTS
+    """Per stream: a logit of each of 16 tokens (`gate_topk`); the grouped kernels use one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._counters = torch.zeros(self.STREAMS, dtype=torch.int32, device=device)
+        self._words = torch.zeros((self.STREAMS, self.WORDS), dtype=torch.int32, device=device)
         self._owner: dict[int, int] = {}
 
     def get(self, stream: int) -> Tensor:
-        """Return the counter of a stream, by its handle."""
+        """Return the words of a stream, by its handle."""
         index = self._owner.setdefault(stream, len(self._owner))
         if index < self.STREAMS:
-            return self._counters[index]
-        return torch.zeros_like(self._counters[0])
+            return self._words[index]
+        return torch.zeros_like(self._words[0])
 
 
-_banks: dict[torch.device, CounterBank] = {}
+_banks: dict[torch.device, WordBank] = {}
 
 
 def prepare_device(device: torch.device) -> None:
     """Allocate what calls on `device` share. Call it once before capturing a graph; any eager call does it too."""
     if device not in _banks:
-        _banks[device] = CounterBank(device)
+        _banks[device] = WordBank(device)
         torch.cuda.synchronize(device)  # zeros before any other stream uses them
 
 
-def _counter_for(device: torch.device, stream: int) -> Tensor:
+def zeroed_words(device: torch.device, stream: int) -> Tensor:
+    """Return the int32 words of a stream, by its handle, which must be zero again after the call that takes them."""
     if device not in _banks:
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros((), dtype=torch.int32, device=device)
+            return torch.zeros(WordBank.WORDS, dtype=torch.int32, device=device)
         prepare_device(device)
     return _banks[device].get(stream)

@@ -14,7 +14,7 @@ from moe_optimizer.ops.registration import register_writing_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.ops.topk_router import check_router, topk_router
 
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 """Of the CUDA kernel (`kGateTokens` in csrc/include/moeopt/gate_topk.cuh)."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -58,7 +58,7 @@ def gate_topk(
         TensorContractError: an argument differs from the above.
 
     Numerics: float32 sums in a fixed order, rounded once; so logits are those of torch but for the last bit of a few.
-    The lower id wins a tie. Limits of the CUDA kernel (`why_no_kernel`): bfloat16, 1 to 32 tokens, H % 8 == 0, 1024
+    The lower id wins a tie. Limits of the CUDA kernel (`why_no_kernel`): bfloat16, 1 to 16 tokens, H % 8 == 0, 1024
     experts, top-32; beyond them plain torch. Graph-capturable.
     """
     shape = (x.shape[0], top_k)
@@ -92,13 +92,14 @@ def run_kernel(call: GateTopk) -> None:
 
     Raises:
         UnsupportedError: the kernel does not cover the call.
-        RuntimeError: CUDA refused the launch, as where no 16 multiprocessors lie together.
+        RuntimeError: CUDA refused the launch.
     """
     device = call.x.device
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
+        arrived = cuda_dispatch.zeroed_words(device, stream)
         try:
-            _load.kernels().cuda_gate_run(*call.call(), stream)
+            _load.kernels().cuda_gate_run(*call.call(arrived.data_ptr()), stream)
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
 

@@ -66,11 +66,16 @@ class GateTopk(NamedTuple):
     is_padding: Tensor | None = None
     """bool [T], contiguous."""
     gate_is_settled: bool = False
-    cluster_blocks: int = 0
-    """Of the CUDA kernel; 0: as many as there are units of 8 experts, at most 16."""
+    experts_per_block: int = 0
+    """Of the CUDA kernel: 1 or 2; 0: chosen."""
 
-    def call(self) -> tuple[Fields, Fields]:
-        """Return the first arguments of `cuda_gate_layout` and `cuda_gate_run`."""
+    def call(self, arrived: int = 0) -> tuple[Fields, Fields]:
+        """Return the arguments of `cuda_gate_layout` and the first of `cuda_gate_run`.
+
+        Args:
+            arrived: address of T E zeroed words of 32 bits, which are zero again after the call; not needed for a
+                layout.
+        """
         hidden = self.x.shape[1]
         fields: Fields = {
             "x": self.x.data_ptr(),
@@ -84,7 +89,8 @@ class GateTopk(NamedTuple):
             "hidden_size": hidden,
             "num_experts": self.gate.shape[0],
             "top_k": self.router.top_k,
-            "cluster_blocks": self.cluster_blocks,
+            "arrived": arrived,
+            "experts_per_block": self.experts_per_block,
             "gate_is_settled": self.gate_is_settled,
         }
         return fields, self.router.fields()

@@ -63,7 +63,7 @@ class FlashDmoeSection(PassSection):
     """Our expert kernels."""
 
     fused_router: Literal["on", "off"] = "off"
-    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 32 tokens, where our kernels compute
+    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 16 tokens, where our kernels compute
     them and vLLM's layer holds an unquantised gate; off: vLLM does. Off until it has run and was measured on a GPU."""
 
 

@@ -206,6 +206,15 @@ MOEOPT_DEVICE void wait_ld_acquire(const int* counter, int value) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
   } while (seen < value);
 }
+// st.relaxed.gpu and ld.relaxed.gpu: a word that another block of this launch waits for. Orders nothing else.
+MOEOPT_DEVICE void st_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+MOEOPT_DEVICE uint32_t ld_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
 MOEOPT_DEVICE void atom_max_shared(int* pointer, int value) { atomicMax(pointer, value); }  // atom.shared.max
 // atom.shared.or; returns the bits before.
 MOEOPT_DEVICE uint32_t atom_or_shared(uint32_t* pointer, uint32_t bits) { return atomicOr(pointer, bits); }
@@ -228,10 +237,6 @@ MOEOPT_DEVICE int cluster_ctarank() {
 MOEOPT_DEVICE void barrier_cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// The same in two parts, with work between them. The arrival orders nothing but barriers that fence_mbarrier_init made
-// known: a release would wait for this thread's loads and stores.
-MOEOPT_DEVICE void barrier_cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-MOEOPT_DEVICE void barrier_cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // shfl.sync.idx. The compiler knows that all lanes get the same value, and can keep it in a uniform register.
 MOEOPT_DEVICE int shfl_idx(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // shfl.sync.bfly

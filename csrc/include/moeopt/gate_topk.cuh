@@ -1,136 +1,42 @@
 // The gate product and the top-k of few tokens in one launch: x and the gate's weights to expert ids and weights.
 //
-//   a cluster of up to 16 blocks, each with some of the experts (units of 8) over all of H
-//     gate rows ──► A registers of mma (rows: experts), tokens ──► B (columns) ──► sums of 8 warps, each an eighth of H
-//     sum of the warps in fixed order ──► BF16, as torch rounds logits ──► 16 bytes (a unit of a token) by st.async
-//   token t belongs to block t % cluster: one of its warps waits for all units and routes the token (router.cuh)
+//   a block has one or two experts, a warp of it one token
+//     gate rows and token ──► products in FP32, summed by the warp in fixed order ──► BF16, as torch rounds logits
+//     ──► logits[T, E], and a word of args.arrived: "is there" above the 16 bits of the logit
+//   token t: the warp that has it in block t % blocks reads the token's words until all are there, makes them zero
+//     again and routes the token (router.cuh)
 //
-// The logits cross in shared memory: no counter, no trip through L2, no second launch. One wave of loads covers the
-// gate of Qwen3-30B-A3B, and it may be in flight while the previous kernel still drains (`gate_is_settled`).
-//
-// The launch before may still write x (and a gate that is not settled) when this one has started, so both are read from
-// L2: nothing promises that a read-only load does not find an older line in L1.
-//
-// A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64) and the tokens likewise, as
-// direct_experts.cuh does: both operands have the same permutation of H.
+// A word carries its own flag, so no fence and no counter stands between a product and the choice: what is waited for
+// is one store and one load through L2. No block waits before it has made its own words, so blocks that find no room
+// yet find it later.
 #pragma once
 
+#include "moeopt/gate_topk.h"
 #include "moeopt/router.cuh"
 #include "moeopt/swiglu.cuh"
 
 namespace moeopt {
 
-constexpr int kGateWarps = 8;
-constexpr int kGateUnit = 8;     // experts: half the rows of a product, and 16 bytes of BF16 logits
-constexpr int kGateColumns = 8;  // tokens of a product
-constexpr int kGatePieces = 8;   // of 64 bytes of a row, that a warp loads at once
-constexpr int kGateTokens = 32;  // at most: every block reads all tokens, in 1.2 us for 32 of H = 2048
-constexpr int kGateBlocks =
-    16;  // of a cluster at most; more than 8 need cudaFuncAttributeNonPortableClusterSizeAllowed
-constexpr int kGateBarrierBytes = 16;  // at the base of a block's shared memory
-
-// Where the parts of a block's dynamic shared memory begin, in bytes; the same in every block of the cluster.
-struct GateShared {
-  int32_t logits;    // [slot][unit] of 16 bytes: of the tokens that the block routes
-  int32_t outgoing;  // [unit of the block][token] of 16 bytes
-  int32_t partial;   // [warp][unit of the block][group of tokens][expert][token] in FP32
-  int32_t scratch;   // [warp that routes]: scores, keys
-};
-
-struct GateTopkArgs {
-  const uint16_t* x;          // BF16 [T, H]
-  int64_t x_stride;           // elements between tokens
-  const uint16_t* gate;       // BF16 [E, H]
-  int64_t gate_stride;        // elements between experts
-  const uint8_t* is_padding;  // [T], or null: tokens that go to no expert: their ids are -1, their weights 0
-  int* topk_ids;              // out, contiguous [T, k], best first
-  float* topk_weights;        // out, likewise
-  int32_t num_tokens, hidden_size, num_experts, top_k;
-  int32_t cluster_log2, units, units_per_block;  // units: of kGateUnit experts
-  GateShared shared;
-  bool gate_is_settled;  // the launch before this one does not write the gate: it is read before that one has ended
-};
+constexpr int kGateTokens = 16;  // at most: a warp each
+constexpr int kGatePieces = 8;   // of 16 bytes per lane, that are loaded at once: 2048 of H
+constexpr int kGatePolled = 8;   // words per lane that are asked for at once
+constexpr uint32_t kGateArrived = 0x10000u;
+constexpr int kGateScratchPerExpert = 12;  // bytes of shared memory: score, key, logit
 
 // --- product -----------------------------------------------------------------------------------------------------
 
-// 16 bytes per lane of some pieces of the rows of one product; zeros past the end.
-template <int kHalves>
-struct GateRows {
-  Vec4 part[kGatePieces][kHalves];
-};
-
-// What a warp reads: its share of every row, in steps of kGatePieces pieces, product after product; all of it again for
-// every 8 kGroups tokens (a pass). A step knows its place: a division would delay the first load.
-struct GateStep {
-  int first_piece, end_piece, products, passes;
-  int piece, product = 0, pass = 0;
-
-  MOEOPT_DEVICE GateStep(int row_bytes, int num_products, int num_passes) {
-    const int pieces = ceil_div(row_bytes, 64), share = ceil_div(pieces, kGateWarps);
-    first_piece = thread_index() / 32 * share;
-    end_piece = first_piece + share;  // past the row for the last warps
-    products = num_products;
-    passes = num_passes;
-    piece = first_piece;
-  }
-  MOEOPT_DEVICE bool exists() const { return product < products && pass < passes; }
-  MOEOPT_DEVICE bool ends_product() const { return piece + kGatePieces >= end_piece; }
-  MOEOPT_DEVICE void advance() {
-    piece += kGatePieces;
-    if (piece < end_piece) return;
-    piece = first_piece;
-    if (++product < products) return;
-    product = 0;
-    ++pass;
-  }
-  // Byte of a row at which this lane's part of the step's piece i begins, and whether it is this warp's.
-  MOEOPT_DEVICE int byte(int i) const { return (piece + i) * 64 + thread_index() % 4 * 16; }
-  MOEOPT_DEVICE bool has(int i, int hidden) const { return piece + i < end_piece && byte(i) < hidden * 2; }
-};
-
-template <int kHalves>
-MOEOPT_DEVICE void load_gate(const GateTopkArgs& args, const GateStep& step, int first_unit, int end_unit,
-                             GateRows<kHalves>& rows) {
+// 16 bytes per lane of kGatePieces pieces of a row from `column` on; zeros past the end.
+MOEOPT_DEVICE void load_gate_pieces(const uint16_t* row, int column, int hidden, Vec4 (&pieces)[kGatePieces]) {
   MOEOPT_UNROLL
-  for (int half = 0; half < kHalves; ++half) {
-    const int unit = first_unit + step.product * kHalves + half;
-    const int expert = unit * kGateUnit + thread_index() % 32 / 4;
-    const bool inside = unit < end_unit && expert < args.num_experts;
-    const auto* row = reinterpret_cast<const unsigned char*>(args.gate + (inside ? expert : 0) * args.gate_stride);
-    MOEOPT_UNROLL
-    for (int i = 0; i < kGatePieces; ++i) {
-      rows.part[i][half] = Vec4{0, 0, 0, 0};
-      if (inside && step.has(i, args.hidden_size)) rows.part[i][half] = ld_global_cg_v4(row + step.byte(i));
-    }
+  for (int i = 0; i < kGatePieces; ++i) {
+    const int at = column + (i * 32 + thread_index() % 32) * 8;
+    pieces[i] = at < hidden ? *reinterpret_cast<const Vec4*>(row + at) : Vec4{0, 0, 0, 0};
   }
 }
 
-// sums += rows of a step x the 8 kGroups tokens of its pass.
-template <int kHalves, int kGroups>
-MOEOPT_DEVICE void multiply_gate(const GateTopkArgs& args, const GateStep& step, const GateRows<kHalves>& rows,
-                                 float (&sums)[kGroups][4]) {
-  Vec4 tokens[kGroups][kGatePieces];
-  MOEOPT_UNROLL
-  for (int group = 0; group < kGroups; ++group) {
-    const int token = (step.pass * kGroups + group) * kGateColumns + thread_index() % 32 / 4;
-    const bool inside = token < args.num_tokens;
-    const auto* row = reinterpret_cast<const unsigned char*>(args.x + (inside ? token : 0) * args.x_stride);
-    MOEOPT_UNROLL
-    for (int i = 0; i < kGatePieces; ++i) {
-      tokens[group][i] = Vec4{0, 0, 0, 0};
-      if (inside && step.has(i, args.hidden_size)) tokens[group][i] = ld_global_cg_v4(row + step.byte(i));
-    }
-  }
-  MOEOPT_UNROLL
-  for (int group = 0; group < kGroups; ++group) {
-    MOEOPT_UNROLL
-    for (int i = 0; i < kGatePieces; ++i) {
-      const Vec4 low = rows.part[i][0], x = tokens[group][i];
-      const Vec4 high = kHalves == 2 ? rows.part[i][kHalves - 1] : Vec4{0, 0, 0, 0};
-      mma_m16n8k16(sums[group], low.x, high.x, low.y, high.y, x.x, x.y);
-      mma_m16n8k16(sums[group], low.z, high.z, low.w, high.w, x.z, x.w);
-    }
-  }
+MOEOPT_DEVICE void multiply_gate_pair(uint32_t weights, uint32_t x, float& sum) {
+  sum += float_from_bits(weights << 16) * float_from_bits(x << 16);
+  sum += float_from_bits(weights & 0xffff0000u) * float_from_bits(x & 0xffff0000u);
 }
 
 // --- top-k -------------------------------------------------------------------------------------------------------
@@ -213,106 +119,91 @@ MOEOPT_DEVICE void route_gated_token(const RouterArgs& router, const void* logit
 
 // --- both --------------------------------------------------------------------------------------------------------
 
-// kHalves: units that a product multiplies, 1 where a block has one only. kGroups: of 8 tokens, multiplied together.
-template <int kHalves, int kGroups>
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kGateWarps * 32, 1)
+// Copies the logits of a token once all are there.
+MOEOPT_DEVICE void collect_logits(uint32_t* arrived, int num_experts, int lane, uint16_t* logits) {
+  for (int first = lane; first < num_experts; first += 32 * kGatePolled) {
+    uint32_t words[kGatePolled], all;
+    do {
+      all = kGateArrived;
+      MOEOPT_UNROLL
+      for (int i = 0; i < kGatePolled; ++i) {
+        words[i] = first + 32 * i < num_experts ? ld_relaxed(arrived + first + 32 * i) : kGateArrived;
+        all &= words[i];
+      }
+    } while (all == 0);
+    MOEOPT_UNROLL
+    for (int i = 0; i < kGatePolled; ++i) {
+      const int expert = first + 32 * i;
+      if (expert < num_experts) {
+        logits[expert] = static_cast<uint16_t>(words[i]);
+        arrived[expert] = 0;
+      }
+    }
+  }
+  bar_warp_sync();
+}
+
+// kExperts: of a block. A warp per token.
+template <int kExperts>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kGateTokens * 32, 1)
     gate_topk_kernel(const MOEOPT_GRID_CONSTANT GateTopkArgs args, const MOEOPT_GRID_CONSTANT RouterArgs router) {
   MOEOPT_SHARED_BASE(shared);
-  const int thread = thread_index(), warp = thread / 32, lane = thread % 32, rank = cluster_ctarank();
-  const int num_tokens = args.num_tokens, blocks = 1 << args.cluster_log2, units = args.units;
-  const int first_unit = rank * args.units_per_block;
-  const int end_unit = first_unit + args.units_per_block < units ? first_unit + args.units_per_block : units;
-  const int slots = (num_tokens - rank + blocks - 1) >> args.cluster_log2;  // tokens that this block routes
-  const GateShared at = args.shared;
-  uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
-  if (thread == 0 && slots > 0) mbarrier_init(arrived, static_cast<uint32_t>(slots * units));
-  fence_mbarrier_init();
-  barrier_cluster_arrive_relaxed();
-
+  const int token = thread_index() / 32, lane = thread_index() % 32;
+  const int hidden = static_cast<int>(args.hidden_size), num_experts = static_cast<int>(args.num_experts);
+  const int top_k = static_cast<int>(args.top_k), first_expert = block_index() * kExperts;
+  const uint16_t* const x = args.x + token * args.x_stride;
+  Vec4 weights[kExperts][kGatePieces], values[kGatePieces];
+  const auto load_weights = [&](int column) {
+    MOEOPT_UNROLL
+    for (int e = 0; e < kExperts; ++e) {
+      const int expert = first_expert + e < num_experts ? first_expert + e : first_expert;
+      load_gate_pieces(args.gate + expert * args.gate_stride, column, hidden, weights[e]);
+    }
+  };
   if (!args.gate_is_settled) griddepcontrol_wait();
-  const int products = first_unit < end_unit ? ceil_div(end_unit - first_unit, kHalves) : 0;
-  const int passes = ceil_div(num_tokens, kGateColumns * kGroups), groups = passes * kGroups;  // groups of 8 tokens
-  GateStep step(args.hidden_size * 2, products, passes);
-  GateRows<kHalves> rows;
-  if (step.exists()) load_gate(args, step, first_unit, end_unit, rows);
+  load_weights(0);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();  // after the wait: the experts' second launch may read the ids at once
 
-  float* const partial = reinterpret_cast<float*>(shared + at.partial);
-  constexpr int kFragment = kGateUnit * kGateColumns;
-  float sums[kGroups][4] = {};
-  while (step.exists()) {
-    GateStep following = step;
-    following.advance();
-    GateRows<kHalves> next;
-    const bool more = following.exists();
-    if (more) load_gate(args, following, first_unit, end_unit, next);
-    multiply_gate(args, step, rows, sums);
-    if (step.ends_product()) {
+  float sums[kExperts][4] = {};
+  for (int column = 0; column < hidden; column += kGatePieces * 256) {
+    if (column > 0) load_weights(column);
+    load_gate_pieces(x, column, hidden, values);
+    MOEOPT_UNROLL
+    for (int i = 0; i < kGatePieces; ++i) {
       MOEOPT_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
-        MOEOPT_UNROLL
-        for (int half = 0; half < kHalves; ++half) {
-          const int unit = step.product * kHalves + half, at_group = step.pass * kGroups + group;  // unit of this block
-          if (first_unit + unit < end_unit) {
-            float* to = partial + ((warp * args.units_per_block + unit) * groups + at_group) * kFragment;
-            to += lane / 4 * kGateColumns + lane % 4 * 2;
-            to[0] = sums[group][2 * half];
-            to[1] = sums[group][2 * half + 1];
-          }
-        }
-        MOEOPT_UNROLL
-        for (int r = 0; r < 4; ++r) sums[group][r] = 0.0f;
+      for (int e = 0; e < kExperts; ++e) {
+        multiply_gate_pair(weights[e][i].x, values[i].x, sums[e][0]);
+        multiply_gate_pair(weights[e][i].y, values[i].y, sums[e][1]);
+        multiply_gate_pair(weights[e][i].z, values[i].z, sums[e][2]);
+        multiply_gate_pair(weights[e][i].w, values[i].w, sums[e][3]);
       }
     }
-    if (more) rows = next;
-    step = following;
   }
-  bar_sync();
-  barrier_cluster_wait();  // the barriers of all blocks are made
-
-  // Eight lanes sum the experts of a unit for one token; the first of them sends the unit to the token's block.
   uint16_t* const logits = static_cast<uint16_t*>(const_cast<void*>(router.logits));  // out, contiguous [T, E]
-  for (int unit = 0; unit < end_unit - first_unit; ++unit) {
-    for (int begin = warp * 32; begin < num_tokens * kGateUnit; begin += kGateWarps * 32) {
-      const int i = begin + lane, expert = i % kGateUnit, token = i / kGateUnit;
-      const bool inside = token < num_tokens;
-      auto* const outgoing = reinterpret_cast<uint16_t*>(shared + at.outgoing + (unit * num_tokens + token) * 16);
-      if (inside) {
-        const float* from = partial + (unit * groups + token / kGateColumns) * kFragment + expert * kGateColumns;
-        float sum = 0;
-        MOEOPT_UNROLL
-        for (int w = 0; w < kGateWarps; ++w) {
-          sum += from[w * args.units_per_block * groups * kFragment + token % kGateColumns];
-        }
-        const auto logit = static_cast<uint16_t>(cvt_bf16x2_f32(sum, 0.0f));
-        outgoing[expert] = logit;
-        const int of_all = (first_unit + unit) * kGateUnit + expert;
-        if (of_all < args.num_experts) logits[token * args.num_experts + of_all] = logit;
-      }
-      bar_warp_sync();
-      if (inside && expert == 0) {
-        unsigned char* const to = shared + at.logits + ((token >> args.cluster_log2) * units + first_unit + unit) * 16;
-        st_async_v4(to, arrived, token & (blocks - 1), *reinterpret_cast<const Vec4*>(outgoing));
-      }
+  uint32_t* const arrived = args.arrived + token * num_experts;
+  MOEOPT_UNROLL
+  for (int e = 0; e < kExperts; ++e) {
+    const float sum = warp_sum((sums[e][0] + sums[e][1]) + (sums[e][2] + sums[e][3]));
+    const uint32_t logit = cvt_bf16x2_f32(sum, 0.0f);
+    if (lane == e && first_expert + e < num_experts) {
+      st_relaxed(arrived + first_expert + e, kGateArrived | logit);
+      logits[token * num_experts + first_expert + e] = static_cast<uint16_t>(logit);
     }
   }
 
-  if (warp >= slots) return;
-  mbarrier_wait_parity(arrived, 0);
-  float* const scores = reinterpret_cast<float*>(shared + at.scratch) + warp * 2 * units * kGateUnit;
-  uint32_t* const keys = reinterpret_cast<uint32_t*>(scores + units * kGateUnit);
-  for (int slot = warp; slot < slots; slot += kGateWarps) {
-    const int64_t token = (static_cast<int64_t>(slot) << args.cluster_log2) + rank;
-    if (args.is_padding != nullptr && args.is_padding[token]) {
-      if (lane < args.top_k) {
-        args.topk_ids[token * args.top_k + lane] = -1;
-        args.topk_weights[token * args.top_k + lane] = 0.0f;
-      }
-      continue;
-    }
-    route_gated_token(router, shared + at.logits + slot * units * 16, args.num_experts, args.top_k, scores, keys, lane,
-                      args.topk_ids + token * args.top_k, args.topk_weights + token * args.top_k);
+  if (token % grid_blocks() != block_index()) return;
+  float* const scores = reinterpret_cast<float*>(shared + token / grid_blocks() * num_experts * kGateScratchPerExpert);
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(scores + num_experts);
+  uint16_t* const of_token = reinterpret_cast<uint16_t*>(keys + num_experts);
+  collect_logits(arrived, num_experts, lane, of_token);
+  int* const ids = args.topk_ids + token * top_k;
+  float* const topk_weights = args.topk_weights + token * top_k;
+  if (args.is_padding == nullptr || !args.is_padding[token]) {
+    route_gated_token(router, of_token, num_experts, top_k, scores, keys, lane, ids, topk_weights);
+  } else if (lane < top_k) {
+    ids[lane] = -1;
+    topk_weights[lane] = 0.0f;
   }
 }
 

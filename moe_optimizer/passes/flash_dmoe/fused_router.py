@@ -9,7 +9,7 @@ from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "gate_topk"
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 """Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
 
 

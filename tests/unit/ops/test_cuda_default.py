@@ -49,7 +49,7 @@ class FakeHopper:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
         counter = torch.zeros((), dtype=torch.int32)
         # The real counters are kept per device for the life of the process.
-        monkeypatch.setattr(cuda_dispatch, "_counter_for", lambda device, stream: counter)
+        monkeypatch.setattr(cuda_dispatch, "zeroed_words", lambda device, stream: counter)
 
     def _run(self, emulator: Emulator, arguments: tuple[Any, ...]) -> None:
         variant = arguments[3]

@@ -11,7 +11,7 @@ import torch
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load, cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch import CounterBank
+from moe_optimizer.ops.cuda_dispatch import WordBank
 from moe_optimizer.ops.cuda_variants import DirectVariant, GemmMode, GroupedVariant, MoeSizes, choose_variant
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
@@ -160,12 +160,12 @@ def test_a_layer_with_an_empty_dimension_is_refused_with_its_sizes(tokens, exper
 
 
 def test_a_stream_keeps_its_counters_and_no_two_share():
-    bank = CounterBank(torch.device("cpu"))
+    bank = WordBank(torch.device("cpu"))
     first = bank.get(111)
     assert bank.get(111).data_ptr() == first.data_ptr()
-    seen = {bank.get(stream).data_ptr() for stream in range(CounterBank.STREAMS + 3)}
+    seen = {bank.get(stream).data_ptr() for stream in range(WordBank.STREAMS + 3)}
     assert first.data_ptr() not in seen
-    assert len(seen) >= CounterBank.STREAMS
+    assert len(seen) >= WordBank.STREAMS
     assert not bank.get(10**6).any()
 
 

@@ -164,6 +164,14 @@ inline void red_add_release(int* counter, int value) { atom_add_global(counter, 
 inline void wait_ld_acquire(const int* counter, int value) {
   while (*counter < value) ::emulation::yield("what another block makes");
 }
+inline void st_relaxed(uint32_t* word, uint32_t value) {
+  ::emulation::made_progress();
+  *word = value;
+}
+inline uint32_t ld_relaxed(const uint32_t* word) {
+  if (*word == 0) ::emulation::yield("a word that another block makes");
+  return *word;
+}
 inline void atom_max_shared(int* pointer, int value) { *pointer = value > *pointer ? value : *pointer; }
 inline uint32_t atom_or_shared(uint32_t* pointer, uint32_t bits) {
   const uint32_t old = *pointer;
@@ -194,22 +202,6 @@ inline ::emulation::Block& cluster_block(int rank) {
 }
 inline void barrier_cluster_sync() {
   meet(cluster_block(0).all_of_cluster, block_threads() * block().grid->cluster_blocks, "barrier_cluster_sync");
-}
-
-inline void barrier_cluster_arrive_relaxed() {
-  auto& barrier = cluster_block(0).all_of_cluster;
-  fiber().cluster_generation = barrier.generation;
-  if (++barrier.arrived < block_threads() * block().grid->cluster_blocks) return;
-  barrier.arrived = 0;
-  ++barrier.generation;
-  ::emulation::made_progress();
-}
-inline void barrier_cluster_wait() {
-  const uint64_t arrived_in = fiber().cluster_generation;
-  auto& barrier = cluster_block(0).all_of_cluster;
-  while (barrier.generation == arrived_in) {
-    ::emulation::yield("barrier_cluster_wait", {&barrier.generation, ~uint64_t{0}, arrived_in});
-  }
 }
 
 inline uint32_t* exchange_of(int lane) {

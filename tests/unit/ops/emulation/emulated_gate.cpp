@@ -14,22 +14,17 @@ namespace py = pybind11;
 
 py::dict emulate_layout(const py::dict& gate, const py::dict& router) {
   return to_python(
-      gate_topk_launch(from_python<GateTopkProblem>("gate", gate), from_python<RouterArgs>("router", router)));
+      gate_topk_launch(from_python<GateTopkArgs>("gate", gate), from_python<RouterArgs>("router", router)));
 }
 
 void emulate_run(const py::dict& gate, const py::dict& router, uint64_t seed) {
-  const auto problem = from_python<GateTopkProblem>("gate", gate);
+  const auto args = from_python<GateTopkArgs>("gate", gate);
   const auto rule = from_python<RouterArgs>("router", router);
-  const GateTopkLaunch launch = gate_topk_launch(problem, rule);
-  const GateTopkArgs args = gate_topk_arguments(problem, launch);
-  with_gate_kernel(launch, [&](auto halves, auto groups) {
-    emulation::Grid grid{launch.cluster_blocks,
-                         kGateWarps * 32,
-                         static_cast<size_t>(launch.shared_bytes),
-                         [&] { gate_topk_kernel<decltype(halves)::value, decltype(groups)::value>(args, rule); },
-                         0,
-                         launch.cluster_blocks};
-    const std::string failure = emulation::launch_together({grid}, seed);
+  const GateTopkLaunch launch = gate_topk_launch(args, rule);
+  with_gate_kernel(launch, [&](auto experts) {
+    const std::string failure =
+        emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes), seed,
+                          [&] { gate_topk_kernel<decltype(experts)::value>(args, rule); });
     if (!failure.empty()) throw std::runtime_error(failure);
   });
 }

@@ -87,7 +87,6 @@ struct Fiber {
   bool done = false;
   const char* waits_for = "start";
   Unchanged until;
-  uint64_t cluster_generation = 0;  // of the cluster's barrier, when it arrived there
   std::vector<AsyncCopy> open_copies;
   std::vector<WgmmaOp> open_wgmma;
   std::vector<std::vector<WgmmaOp>> wgmma_groups;
