@@ -455,8 +455,8 @@ CLAIMS = [
     Claim("docs/passes/four_bit.md", "The weights took {18.5} GB, and {17.6} GB", (_FOUR_BIT_SERVED, _BOTH),
           lambda *found: [each["sides"][0]["memory"]["parts"][0]["found_bytes"] / 1e9 for each in found]),
     Claim("docs/passes/four_bit.md",
-          "with our kernels {361}, {4,025}, {7,620} and {10,782} tokens per second, with vLLM's Triton kernels {333}, {3,624}, "
-          "{7,543} and\n{10,957}",
+          "with our kernels {361}, {4,025}, {7,620} and {10,782} tokens per second, with vLLM's Triton kernels {333}, "
+          "{3,624}, {7,543} and\n{10,957}",
           ("2026-11-26_h200_gpt_oss_20b_four_experts",),
           lambda found: [load["output_tokens_per_s"] for side in found["sides"] for load in side["loads"]]),
     Claim("docs/passes/four_bit.md",
