@@ -35,7 +35,7 @@ RULES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def make_gate_case(
     tokens: int, experts: int, hidden: int, *, device: str = "cpu", padding: int = 0, seed: int = 1,
-    gate_is_settled: bool = False, experts_per_block: int = 0, **options: Any,
+    **options: Any,
 ) -> GateTopk:  # fmt: skip
     """Return fresh random inputs with poisoned outputs; `padding`: elements between rows of x and of the gate."""
     g = torch.Generator().manual_seed(seed)
@@ -50,8 +50,6 @@ def make_gate_case(
         router=Router(logits=logits, score_bias=bias, **options),
         topk_weights=place(torch.full((tokens, options["top_k"]), float("nan"))),
         topk_ids=place(torch.full((tokens, options["top_k"]), -7, dtype=torch.int32)),
-        gate_is_settled=gate_is_settled,
-        experts_per_block=experts_per_block,
     )
 
 

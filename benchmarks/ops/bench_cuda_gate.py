@@ -1,11 +1,10 @@
 """Times the gate product and top-k of few tokens in one launch beside torch's product and vLLM's top-k, on a GPU.
 
-    python benchmarks/ops/bench_cuda_gate.py [--write] [--tokens 1,2,4,8,16] [--shapes qwen3-30b-a3b] [--no-layer]
+    python benchmarks/ops/bench_cuda_gate.py [--write] [--tokens 1,2,4,8] [--shapes qwen3-30b-a3b] [--no-layer]
 
 Every side runs after an RMS norm that makes its tokens, as in a model: what a side adds to the norm alone is what it
 costs there. The gates of a graph are more than L2 holds, and each call has tokens of its own; sides alternate.
-  gate    norm; norm, F.linear, top-k of vLLM (topk_softmax); norm, gate_topk with one and with two experts to a block,
-          each with the gate read while the launch before it still runs ("settled") and not
+  gate    norm; norm, F.linear, top-k of vLLM (topk_softmax); norm, gate_topk
   layer   the same two followed by our experts, the kernel that is chosen by sizes (and by vLLM's Triton experts, where
           vLLM is), 8 weight sets
 --write: benchmarks/records/<date>_<gpu>_gate_topk.json.
@@ -38,7 +37,7 @@ EPSILON = 1e-6
 def main() -> int:
     """Time what the arguments say; 0 unless a side is wrong."""
     parser = parser_of(__doc__, write=True, commit=True)
-    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--tokens", default="1,2,4,8")
     parser.add_argument("--shapes", default="qwen3-30b-a3b")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--no-layer", action="store_true", help="the gate alone")
@@ -119,11 +118,11 @@ class Step:
             ops.topk_softmax(self.weights, self.ids, self.token_experts, logits, True)
         return logits
 
-    def one_launch(self, count: int, *, settled: bool) -> Tensor:
+    def one_launch(self) -> Tensor:
         """Ours."""
         from moe_optimizer.ops.gate_topk import run_kernel
 
-        run_kernel(self.fused._replace(experts_per_block=count, gate_is_settled=settled))
+        run_kernel(self.fused)
         return self.ids
 
 
@@ -152,10 +151,7 @@ def gate_case(shape: Shape, tokens: int, *, with_topk: bool, repetitions: int) -
     sides = {"norm": chained(steps), "norm, F.linear": chained(steps, "stock", with_topk=False)}
     if with_topk:
         sides["norm, F.linear, topk_softmax"] = chained(steps, "stock")
-    for count in (1, 2):
-        for settled in (False, True):
-            name = f"norm, gate_topk of {count}{' settled' if settled else ''}"
-            sides[name] = chained(steps, "one_launch", count=count, settled=settled)
+    sides["norm, gate_topk"] = chained(steps, "one_launch")
     case = timed(shape, tokens, "gate", sides, repetitions)
     del steps
     torch.cuda.empty_cache()
@@ -167,7 +163,7 @@ def check(step: Step, *, with_topk: bool) -> None:
     import torch
 
     step.norm()
-    step.one_launch(0, settled=False)
+    step.one_launch()
     ours, logits = step.ids.clone(), step.fused.router.logits.float()
     if not with_topk:
         return
@@ -207,7 +203,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
 
     sides: dict[str, list[Call]] = {}
 
-    def add(name: str, gate: str, experts: str, **gate_options: Any) -> None:
+    def add(name: str, gate: str, experts: str) -> None:
         def call_of(step: Step, weight: Any) -> Call:
             tokens = Tokens(step.x, step.fused.router.logits, step.weights, step.ids, None)
             problem = problem_of(weight, tokens)
@@ -216,7 +212,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
 
             def call() -> Tensor:
                 step.norm()
-                getattr(step, gate)(**gate_options)
+                getattr(step, gate)()
                 if of_vllm is not None:
                     return of_vllm()
                 cuda_dispatch.run(problem, variant)
@@ -229,8 +225,7 @@ def layer_sides(steps: list[Step], weights: list[Any], vllm: Any) -> dict[str, l
     if vllm is not None:
         add("norm, F.linear, topk_softmax, Triton", "stock", "Triton")
         add("norm, F.linear, topk_softmax, ours", "stock", "ours")
-    for count in (1, 2):
-        add(f"norm, gate_topk of {count} settled, ours", "one_launch", "ours", count=count, settled=True)
+    add("norm, gate_topk, ours", "one_launch", "ours")
     return sides
 
 

@@ -14,9 +14,7 @@ void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t
   const GateTopkLaunch launch = gate_topk_launch(args, router);
   const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
                           reinterpret_cast<cudaStream_t>(stream)};
-  with_gate_kernel(launch, [&](auto experts) {
-    launch_kernel("gate_topk", gate_topk_kernel<decltype(experts)::value>, shape, args, router);
-  });
+  launch_kernel("gate_topk", gate_topk_kernel<>, shape, args, router);
 }
 
 }  // namespace moeopt

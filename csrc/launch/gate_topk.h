@@ -6,13 +6,6 @@
 
 namespace moeopt {
 
-// Calls `use(experts)`, a std::integral_constant, for the compiled kernel that the launch asks for.
-template <typename Use>
-void with_gate_kernel(const GateTopkLaunch& launch, Use use) {
-  if (launch.experts_per_block == 1) return use(std::integral_constant<int, 1>());
-  use(std::integral_constant<int, 2>());
-}
-
 inline void check_gate_router(const GateTopkArgs& gate, const RouterArgs& router) {
   const int64_t groups = router.num_groups;
   expect_at_least("gate_topk: groups", groups, 1);
@@ -39,11 +32,8 @@ inline GateTopkLaunch gate_topk_launch(const GateTopkArgs& gate, const RouterArg
   expect_multiple("gate_topk: elements between experts", gate.gate_stride, 8);
   expect_multiple("gate_topk: address of x", static_cast<int64_t>(reinterpret_cast<uintptr_t>(gate.x)), 16);
   expect_multiple("gate_topk: address of the gate", static_cast<int64_t>(reinterpret_cast<uintptr_t>(gate.gate)), 16);
-  expect_at_least("gate_topk: experts of a block", gate.experts_per_block, 0);
-  expect_at_most("gate_topk: experts of a block", gate.experts_per_block, 2);
   GateTopkLaunch launch{};
-  launch.experts_per_block = gate.experts_per_block ? static_cast<int32_t>(gate.experts_per_block) : 1;
-  launch.blocks = static_cast<int32_t>(ceil_div64(gate.num_experts, launch.experts_per_block));
+  launch.blocks = static_cast<int32_t>(gate.num_experts);
   launch.threads = static_cast<int32_t>(32 * gate.num_tokens);
   const int64_t routed = ceil_div64(gate.num_tokens, launch.blocks);  // tokens that a block chooses for, at most
   launch.shared_bytes = static_cast<int32_t>(routed * gate.num_experts * kGateScratchPerExpert) + kAlignmentSlack;

@@ -183,8 +183,8 @@ class WordBank:
     """
 
     STREAMS = 16
-    WORDS = 16 * MAX_EXPERTS
-    """Per stream: a logit of each of 16 tokens (`gate_topk`); the grouped kernels use one."""
+    WORDS = 8 * MAX_EXPERTS
+    """Per stream: a logit of each of 8 tokens (`gate_topk`); the grouped kernels use one."""
 
     def __init__(self, device: torch.device) -> None:
         self._words = torch.zeros((self.STREAMS, self.WORDS), dtype=torch.int32, device=device)

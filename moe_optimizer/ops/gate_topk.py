@@ -14,7 +14,7 @@ from moe_optimizer.ops.registration import register_writing_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.ops.topk_router import check_router, topk_router
 
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 """Of the CUDA kernel (`kGateTokens` in csrc/include/moeopt/gate_topk.cuh)."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -31,7 +31,6 @@ def gate_topk(
     score_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
     is_padding: Tensor | None = None,
-    gate_is_settled: bool = False,
     logits: Tensor | None = None,
     topk_weights: Tensor | None = None,
     topk_ids: Tensor | None = None,
@@ -48,8 +47,6 @@ def gate_topk(
         top_k: as in `topk_router`, like renormalize, scoring, the groups and the factor.
         score_bias: float32 [E].
         is_padding: bool [T]: tokens that go to no expert. Their ids are -1, their weights 0.
-        gate_is_settled: on a GPU, nothing that was enqueued just before this call writes the gate: the kernel reads it
-            while its predecessor on the stream still runs.
         logits: dtype of x, contiguous [T, E]: receives the logits.
         topk_weights: float32, contiguous [T, k]: receives the weights.
         topk_ids: int32, contiguous [T, k]: receives the ids.
@@ -58,7 +55,7 @@ def gate_topk(
         TensorContractError: an argument differs from the above.
 
     Numerics: float32 sums in a fixed order, rounded once; so logits are those of torch but for the last bit of a few.
-    The lower id wins a tie. Limits of the CUDA kernel (`why_no_kernel`): bfloat16, 1 to 16 tokens, H % 8 == 0, 1024
+    The lower id wins a tie. Limits of the CUDA kernel (`why_no_kernel`): bfloat16, 1 to 8 tokens, H % 8 == 0, 1024
     experts, top-32; beyond them plain torch. Graph-capturable.
     """
     shape = (x.shape[0], top_k)
@@ -67,7 +64,7 @@ def gate_topk(
     if logits is None:
         logits = torch.empty((x.shape[0], gate.shape[0]), dtype=x.dtype, device=x.device)
     router = (top_k, score_bias, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
-    torch.ops.moe_optimizer.gate_topk_out(x, gate, *router, is_padding, gate_is_settled, logits, weights, ids)
+    torch.ops.moe_optimizer.gate_topk_out(x, gate, *router, is_padding, logits, weights, ids)
     return weights, ids
 
 
@@ -105,8 +102,8 @@ def run_kernel(call: GateTopk) -> None:
 
 
 def _parse(*arguments: Any) -> GateTopk:
-    x, gate, *rule, is_padding, gate_is_settled, logits, topk_weights, topk_ids = arguments
-    return GateTopk(x, gate, Router(logits, *rule), topk_weights, topk_ids, is_padding, gate_is_settled)
+    x, gate, *rule, is_padding, logits, topk_weights, topk_ids = arguments
+    return GateTopk(x, gate, Router(logits, *rule), topk_weights, topk_ids, is_padding)
 
 
 def _check(call: GateTopk) -> None:
@@ -161,7 +158,7 @@ def _run(call: GateTopk) -> None:
 register_writing_op(
     "gate_topk_out",
     "Tensor x, Tensor gate, int top_k, Tensor? score_bias, bool renormalize, str scoring, int? num_expert_group, "
-    "int? topk_group, float routed_scaling_factor, Tensor? is_padding, bool gate_is_settled, Tensor(a!) logits, "
+    "int? topk_group, float routed_scaling_factor, Tensor? is_padding, Tensor(a!) logits, "
     "Tensor(b!) topk_weights, Tensor(c!) topk_ids",
     parse=_parse,
     check=_check,

@@ -65,9 +65,6 @@ class GateTopk(NamedTuple):
     topk_ids: Tensor
     is_padding: Tensor | None = None
     """bool [T], contiguous."""
-    gate_is_settled: bool = False
-    experts_per_block: int = 0
-    """Of the CUDA kernel: 1 or 2; 0: chosen."""
 
     def call(self, arrived: int = 0) -> tuple[Fields, Fields]:
         """Return the arguments of `cuda_gate_layout` and the first of `cuda_gate_run`.
@@ -90,8 +87,6 @@ class GateTopk(NamedTuple):
             "num_experts": self.gate.shape[0],
             "top_k": self.router.top_k,
             "arrived": arrived,
-            "experts_per_block": self.experts_per_block,
-            "gate_is_settled": self.gate_is_settled,
         }
         return fields, self.router.fields()
 

@@ -39,14 +39,13 @@ def same(one: tuple[Tensor, ...], two: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "experts", "hidden"),
-    [(1, 128, 2048), (2, 128, 2048), (8, 128, 2048), (9, 128, 2048), (16, 128, 2048), (1, 8, 8), (3, 61, 264),
-     (5, 64, 1032), (7, 256, 7168), (16, 512, 2048), (16, 160, 5120), (11, 1024, 520), (16, 3, 520), (4, 32, 2880)],
+    [(1, 128, 2048), (2, 128, 2048), (8, 128, 2048), (1, 8, 8), (3, 61, 264), (5, 64, 1032), (7, 256, 7168),
+     (8, 512, 2048), (8, 160, 5120), (6, 1024, 520), (8, 3, 520), (4, 32, 2880)],
 )  # fmt: skip
-def test_matches_the_reference_with_the_same_bits_every_time(tokens, experts, hidden, settled):
-    call = case(tokens, experts, hidden, top_k=min(8, experts), gate_is_settled=settled)
+def test_matches_the_reference_with_the_same_bits_every_time(tokens, experts, hidden):
+    call = case(tokens, experts, hidden, top_k=min(8, experts))
     assert_gated(run(call))
     first = results(call)
     for _ in range(10):
@@ -65,13 +64,7 @@ def test_every_rule_chooses_what_torch_chooses(rule):
         assert_gated(run(case(5, experts, 1024, seed=seed, **options)))
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (13, 61), (16, 1024)])
-def test_the_bits_are_the_same_with_one_and_two_experts_to_a_block(tokens, experts):
-    one, two = (results(run(case(tokens, experts, 2048, experts_per_block=count, top_k=8))) for count in (1, 2))
-    assert same(one, two)
-
-
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 8])
 def test_logits_and_experts_are_those_of_torch_and_vllm_up_to_ties(tokens):
     ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM for its top-k")
     differing = total = 0
@@ -107,7 +100,7 @@ def test_what_lies_around_the_outputs_stays_as_it_was():
         assert (whole == 7).all()
 
 
-@pytest.mark.parametrize("tokens", [5, 16])
+@pytest.mark.parametrize("tokens", [5, 8])
 def test_padding_goes_to_no_expert(tokens):
     call = case(tokens, 128, 2048, top_k=8)
     run(call)
@@ -147,7 +140,7 @@ def test_the_op_takes_any_number_of_tokens(tokens):
 
 def test_the_registered_op_passes_torchs_checks():
     call = case(4, 128, 256, top_k=8)
-    rule = (8, None, True, "softmax", None, None, 1.0, None, True)
+    rule = (8, None, True, "softmax", None, None, 1.0, None)
     written = (call.router.logits, call.topk_weights, call.topk_ids)
     torch.library.opcheck(torch.ops.moe_optimizer.gate_topk_out.default, (call.x, call.gate, *rule, *written))
 
@@ -156,14 +149,14 @@ def test_what_no_kernel_covers_is_refused_with_the_reason():
     call = case(2, 128, 256, top_k=8)
     assert "multiple of 8" in (why_no_kernel(call._replace(x=call.x[:, :252], gate=call.gate[:, :252])) or "")
     assert "float32" in (why_no_kernel(call._replace(x=call.x.float(), gate=call.gate.float())) or "")
-    assert "at most 16" in (why_no_kernel(case(17, 128, 256, top_k=8)) or "")
+    assert "at most 8" in (why_no_kernel(case(9, 128, 256, top_k=8)) or "")
 
 
 def layers(count: int, tokens: int) -> list[tuple[GateTopk, CudaProblem]]:
     """Layers that read one x each: a gate of 128 experts, and experts that take its ids and weights."""
     made = []
     for seed in range(1, count + 1):
-        call = case(tokens, 128, 512, top_k=8, seed=seed, gate_is_settled=True)
+        call = case(tokens, 128, 512, top_k=8, seed=seed)
         problem = on_gpu(make_case(tokens, 8, 128, 512, 64, seed=seed)).problem
         made.append((call, replace(problem, x=call.x, topk_ids=call.topk_ids, topk_weights=call.topk_weights)))
     return made
@@ -173,7 +166,7 @@ DIRECT, GROUPED = DirectVariant(), GroupedVariant(GemmMode.BF16)
 
 
 @pytest.mark.parametrize("variant", [DIRECT, GROUPED], ids=str)
-@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_the_experts_follow_at_once_with_its_ids_and_weights(tokens, variant):
     for call, problem in layers(3, tokens):
         run_kernel(poisoned(call))
@@ -184,7 +177,7 @@ def test_the_experts_follow_at_once_with_its_ids_and_weights(tokens, variant):
 
 
 @pytest.mark.parametrize("variant", [DIRECT, GROUPED], ids=str)
-@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_a_captured_graph_of_many_layers_follows_its_inputs(tokens, variant):
     # Each layer's x is made by the launch before its gate, as a norm makes it; every launch overlaps its neighbours.
     made = layers(6, tokens)

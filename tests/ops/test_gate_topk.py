@@ -90,6 +90,6 @@ def test_an_argument_outside_the_contract_is_named(change, message):
 
 def test_the_registered_op_passes_torchs_checks():
     x, gate = inputs().values()
-    rule = (3, torch.zeros(12), True, "sigmoid", 4, 2, 2.5, torch.arange(5) > 3, False)
+    rule = (3, torch.zeros(12), True, "sigmoid", 4, 2, 2.5, torch.arange(5) > 3)
     written = (torch.empty(5, 12).bfloat16(), torch.empty(5, 3), torch.empty(5, 3, dtype=torch.int32))
     torch.library.opcheck(torch.ops.moe_optimizer.gate_topk_out.default, (x, gate, *rule, *written))

@@ -1,8 +1,8 @@
 // The gate product and the top-k of few tokens in one launch: x and the gate's weights to expert ids and weights.
 //
-//   a block has one or two experts, a warp of it one token
-//     gate rows and token ──► products in FP32, summed by the warp in fixed order ──► BF16, as torch rounds logits
-//     ──► logits[T, E], and a word of args.arrived: "is there" above the 16 bits of the logit
+//   a block has one expert, a warp of it one token
+//     row of the gate and token ──► products in FP32, summed by the warp in fixed order ──► BF16, as torch rounds
+//     logits ──► logits[T, E], and a word of args.arrived: "is there" above the 16 bits of the logit
 //   token t: the warp that has it in block t % blocks reads the token's words until all are there, makes them zero
 //     again and routes the token (router.cuh)
 //
@@ -17,9 +17,9 @@
 
 namespace moeopt {
 
-constexpr int kGateTokens = 16;  // at most: a warp each
-constexpr int kGatePieces = 8;   // of 16 bytes per lane, that are loaded at once: 2048 of H
-constexpr int kGatePolled = 8;   // words per lane that are asked for at once
+constexpr int kGateTokens = 8;  // at most: a warp each
+constexpr int kGatePieces = 8;  // of 16 bytes per lane, that are loaded at once: 2048 of H
+constexpr int kGatePolled = 8;  // words per lane that are asked for at once
 constexpr uint32_t kGateArrived = 0x10000u;
 constexpr int kGateScratchPerExpert = 12;  // bytes of shared memory: score, key, logit
 
@@ -143,53 +143,35 @@ MOEOPT_DEVICE void collect_logits(uint32_t* arrived, int num_experts, int lane, 
   bar_warp_sync();
 }
 
-// kExperts: of a block. A warp per token.
-template <int kExperts>
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kGateTokens * 32, 1)
+// A block per expert, a warp per token.
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kGateTokens * 32, 1)
     gate_topk_kernel(const MOEOPT_GRID_CONSTANT GateTopkArgs args, const MOEOPT_GRID_CONSTANT RouterArgs router) {
   MOEOPT_SHARED_BASE(shared);
-  const int token = thread_index() / 32, lane = thread_index() % 32;
+  const int token = thread_index() / 32, lane = thread_index() % 32, expert = block_index();
   const int hidden = static_cast<int>(args.hidden_size), num_experts = static_cast<int>(args.num_experts);
-  const int top_k = static_cast<int>(args.top_k), first_expert = block_index() * kExperts;
-  const uint16_t* const x = args.x + token * args.x_stride;
-  Vec4 weights[kExperts][kGatePieces], values[kGatePieces];
-  const auto load_weights = [&](int column) {
-    MOEOPT_UNROLL
-    for (int e = 0; e < kExperts; ++e) {
-      const int expert = first_expert + e < num_experts ? first_expert + e : first_expert;
-      load_gate_pieces(args.gate + expert * args.gate_stride, column, hidden, weights[e]);
-    }
-  };
-  if (!args.gate_is_settled) griddepcontrol_wait();
-  load_weights(0);
+  const int top_k = static_cast<int>(args.top_k);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();  // after the wait: the experts' second launch may read the ids at once
 
-  float sums[kExperts][4] = {};
+  float sums[4] = {};
   for (int column = 0; column < hidden; column += kGatePieces * 256) {
-    if (column > 0) load_weights(column);
-    load_gate_pieces(x, column, hidden, values);
+    Vec4 weights[kGatePieces], values[kGatePieces];
+    load_gate_pieces(args.gate + expert * args.gate_stride, column, hidden, weights);
+    load_gate_pieces(args.x + token * args.x_stride, column, hidden, values);
     MOEOPT_UNROLL
     for (int i = 0; i < kGatePieces; ++i) {
-      MOEOPT_UNROLL
-      for (int e = 0; e < kExperts; ++e) {
-        multiply_gate_pair(weights[e][i].x, values[i].x, sums[e][0]);
-        multiply_gate_pair(weights[e][i].y, values[i].y, sums[e][1]);
-        multiply_gate_pair(weights[e][i].z, values[i].z, sums[e][2]);
-        multiply_gate_pair(weights[e][i].w, values[i].w, sums[e][3]);
-      }
+      multiply_gate_pair(weights[i].x, values[i].x, sums[0]);
+      multiply_gate_pair(weights[i].y, values[i].y, sums[1]);
+      multiply_gate_pair(weights[i].z, values[i].z, sums[2]);
+      multiply_gate_pair(weights[i].w, values[i].w, sums[3]);
     }
   }
-  uint16_t* const logits = static_cast<uint16_t*>(const_cast<void*>(router.logits));  // out, contiguous [T, E]
+  const uint32_t logit = cvt_bf16x2_f32(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])), 0.0f);
   uint32_t* const arrived = args.arrived + token * num_experts;
-  MOEOPT_UNROLL
-  for (int e = 0; e < kExperts; ++e) {
-    const float sum = warp_sum((sums[e][0] + sums[e][1]) + (sums[e][2] + sums[e][3]));
-    const uint32_t logit = cvt_bf16x2_f32(sum, 0.0f);
-    if (lane == e && first_expert + e < num_experts) {
-      st_relaxed(arrived + first_expert + e, kGateArrived | logit);
-      logits[token * num_experts + first_expert + e] = static_cast<uint16_t>(logit);
-    }
+  if (lane == 0) {
+    st_relaxed(arrived + expert, kGateArrived | logit);
+    uint16_t* const logits = static_cast<uint16_t*>(const_cast<void*>(router.logits));  // out, contiguous [T, E]
+    logits[token * num_experts + expert] = static_cast<uint16_t>(logit);
   }
 
   if (token % grid_blocks() != block_index()) return;

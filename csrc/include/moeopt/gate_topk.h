@@ -18,17 +18,15 @@ struct GateTopkArgs {
   float* topk_weights;        // out, likewise
   uint32_t* arrived;          // [T, E], zero between launches; of one stream
   int64_t num_tokens, hidden_size, num_experts, top_k;
-  int64_t experts_per_block;  // 1 or 2; 0: to be chosen
-  bool gate_is_settled;       // the launch before this one does not write the gate: it is read before that one has ended
 
   MOEOPT_FIELDS(x, x_stride, gate, gate_stride, is_padding, topk_ids, topk_weights, arrived, num_tokens, hidden_size,
-                num_experts, top_k, experts_per_block, gate_is_settled)
+                num_experts, top_k)
 };
 
 struct GateTopkLaunch {
-  int32_t blocks, threads, experts_per_block, shared_bytes;
+  int32_t blocks, threads, shared_bytes;
 
-  MOEOPT_FIELDS(blocks, threads, experts_per_block, shared_bytes)
+  MOEOPT_FIELDS(blocks, threads, shared_bytes)
 };
 
 }  // namespace moeopt

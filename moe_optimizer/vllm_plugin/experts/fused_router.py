@@ -240,7 +240,7 @@ class FusedRouter:
         logits = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
         weights, ids = gate_topk(
             x, weight, top_k=router.top_k, renormalize=router.renormalize, scoring=router.scoring_func,
-            is_padding=padding, gate_is_settled=True, logits=logits,
+            is_padding=padding, logits=logits,
         )  # fmt: skip
         return logits, weights, ids
 

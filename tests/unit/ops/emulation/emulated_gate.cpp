@@ -21,12 +21,9 @@ void emulate_run(const py::dict& gate, const py::dict& router, uint64_t seed) {
   const auto args = from_python<GateTopkArgs>("gate", gate);
   const auto rule = from_python<RouterArgs>("router", router);
   const GateTopkLaunch launch = gate_topk_launch(args, rule);
-  with_gate_kernel(launch, [&](auto experts) {
-    const std::string failure =
-        emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes), seed,
-                          [&] { gate_topk_kernel<decltype(experts)::value>(args, rule); });
-    if (!failure.empty()) throw std::runtime_error(failure);
-  });
+  const std::string failure = emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes),
+                                                seed, [&] { gate_topk_kernel(args, rule); });
+  if (!failure.empty()) throw std::runtime_error(failure);
 }
 
 }  // namespace
