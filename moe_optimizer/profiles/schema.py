@@ -62,9 +62,10 @@ class PassSection(Section):
 class FlashDmoeSection(PassSection):
     """Our expert kernels."""
 
-    fused_router: Literal["on", "off"] = "off"
-    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 16 tokens, where our kernels compute
-    them and vLLM's layer holds an unquantised gate; off: vLLM does. Off until it has run and was measured on a GPU."""
+    fused_router: Literal["auto", "on", "off"] = "auto"
+    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 8 tokens, where our kernels compute
+    them and vLLM's layer holds an unquantised gate; off: vLLM does; auto: on for gates and GPUs with which it was
+    measured to be faster."""
 
 
 class Fp8Section(PassSection):

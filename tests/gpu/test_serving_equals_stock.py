@@ -82,7 +82,7 @@ def test_with_gate_and_top_k_in_our_launch_tokens_are_stocks_up_to_ties(stock, s
     answers, entry = serve(make(*(CAPTURE if graphs else ("--enforce-eager",)), profile=profile))
     assert_ours(entry)
     for layer in entry.layers:
-        assert layer.router == "gate_topk up to 16"
+        assert layer.router == "gate_topk up to 8"
         assert layer.router_calls > 0
     for at_stock, ours in zip(stock, answers, strict=True):
         assert_same_up_to_a_tie(at_stock, ours)
