@@ -3,9 +3,10 @@
     python scripts/compare_kernels.py COMMIT [COMMIT...] [--cuobjdump FILE]
 
 Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's count in
-neither, as no table holds its times. Measured tables are filed under the hash of the sources. A comment, a name or a further kernel changes that hash but not the kernels that
-were measured, so write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names,
-labels and where in its struct a parameter lies do not count; every instruction and its order does.
+neither, as no table holds its times. Measured tables are filed under the hash of the sources. A comment, a name or a
+further kernel changes that hash but not the kernels that were measured, so write_kernel_speeds.py takes the tables of
+every commit that this script found to be the same. Names, labels and where in its struct a parameter lies do not count;
+every instruction and its order does.
 
 nvcc may order what it takes out of a loop by where parameters lie. With cuobjdump of the CUDA toolkit the machine code
 is compared instead: every instruction and its order, without which register holds what. That says how fast a kernel is;
