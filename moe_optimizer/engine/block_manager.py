@@ -64,7 +64,7 @@ class BlockManager:
             self._hold(block_id)
             table.block_ids.append(block_id)
             table.contents.append(before)
-        sequence.num_computed_tokens = sequence.num_slots = len(table.block_ids) * self.block_size
+        sequence.num_computed_tokens = len(table.block_ids) * self.block_size
 
     def publish(self, sequence: Sequence) -> None:
         """Let prompts find the sequence's blocks that have become full.
@@ -104,7 +104,7 @@ class BlockManager:
             self._release(source)
         for _ in range(num_new):
             table.block_ids.append(self._take())
-        sequence.num_slots = len(table.block_ids) * self.block_size
+        self._count_slots(sequence)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -140,8 +140,14 @@ class BlockManager:
         self._let_go(sequence)
         for block_id in taken:
             self.blocks[block_id].ref_count = 1
-        table.block_ids, sequence.num_slots = taken, len(taken) * self.block_size
+        table.block_ids = taken
+        self._count_slots(sequence)
         return True
+
+    def _count_slots(self, sequence: Sequence) -> None:
+        # A longest sequence's last token needs none.
+        slots = len(sequence.block_table.block_ids) * self.block_size
+        sequence.num_slots = min(slots, sequence.group.max_num_tokens - 1)
 
     def _let_go(self, sequence: Sequence) -> None:
         self.publish(sequence)

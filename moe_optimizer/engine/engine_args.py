@@ -58,6 +58,8 @@ class EngineArgs(Arguments):
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None
+    """Whether the host prepares and launches a step while the device computes the one before; None does on one GPU."""
     attention_backend: BackendName = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share the model, a GPU each; on a CPU they share its cores."""
@@ -80,6 +82,11 @@ class EngineArgs(Arguments):
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, expected at least max_num_seqs "
                 f"({self.max_num_seqs}): each running sequence computes one token a step"
             )
+        if self.async_scheduling and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling: got True with tensor_parallel_size {self.tensor_parallel_size}, expected one "
+                "process: the others are sent the tokens by the host"
+            )
         return self
 
 
@@ -96,6 +103,7 @@ class EngineConfig:
     max_model_len: int
     cuda_graphs: bool
     compile: bool
+    async_scheduling: bool
 
     @classmethod
     def resolve(cls, args: EngineArgs, *, rank: int = 0) -> EngineConfig:
@@ -127,7 +135,10 @@ class EngineConfig:
         dtype = _dtype(args.dtype, hf_config, device)
         graphs = device.type == "cuda" and not args.enforce_eager
         compiles = _compiles(device) if args.compile_layers is None else args.compile_layers
-        return cls(args, folder, tokenizer, hf_config, device, dtype, max_model_len, graphs, compiles)
+        overlaps = args.async_scheduling
+        if overlaps is None:
+            overlaps = device.type == "cuda" and args.tensor_parallel_size == 1
+        return cls(args, folder, tokenizer, hf_config, device, dtype, max_model_len, graphs, compiles, overlaps)
 
 
 def _compiles(device: torch.device) -> bool:

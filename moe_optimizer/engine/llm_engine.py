@@ -1,5 +1,6 @@
 """`LLMEngine`: requests in, one step at a time, outputs out."""
 
+from collections import deque
 from collections.abc import Sequence as Sequences
 from itertools import count
 from typing import Any, TypedDict, cast
@@ -10,8 +11,9 @@ from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.out_of_memory import out_of_memory_explained
 from moe_optimizer.engine.output_processor import OutputProcessor
-from moe_optimizer.engine.outputs import RequestOutput, SampledToken
+from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.parallel import ParallelExecutor
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.scheduler import Scheduler
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
@@ -63,18 +65,26 @@ class LLMEngine:
         )
         self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
-        self.outputs = OutputProcessor(self.tokenizer, self.max_model_len)
+        self.outputs = OutputProcessor(self.tokenizer)
         self.groups: dict[str, SequenceGroup] = {}
+        self.async_scheduling = config.async_scheduling
+        self._launched: deque[tuple[list[Sequence], SampledTokens]] = deque()
         self._eos_ids = end_token_ids(config.hf_config, config.folder, self.tokenizer)
         self._arrivals = count()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch of tokens; return what became of the requests in it."""
+        """Launch a batch of tokens, and return what became of the requests in it: or, with asynchronous scheduling, in
+        the one before, while the device computes this one.
+        """
         step = self.scheduler.schedule()
         with out_of_memory_explained():
-            tokens = self.executor.execute(step)
+            tokens = self.executor.launch(step)
         self.scheduler.commit(step)
-        return self._accept(step.sampled, tokens)
+        self._launched.append((step.sampled, tokens))
+        outputs = []
+        while len(self._launched) > self.async_scheduling:
+            outputs += self._accept(*self._launched.popleft())
+        return outputs
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -101,11 +111,14 @@ class LLMEngine:
         tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
         if text is not None:
             tokens = cast(Any, self.tokenizer).encode(text)
+        token_ids = self._checked(tokens)
+        longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=self._checked(tokens),
+            prompt_token_ids=token_ids,
             params=params,
+            max_num_tokens=min(longest, self.max_model_len),
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             priority=priority,
             arrival=next(self._arrivals),
@@ -132,22 +145,21 @@ class LLMEngine:
             self.executor.shutdown()
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished
+        return bool(self.groups)
 
     def check_integrity(self) -> None:
         """Assert that the block manager's books are right."""
         self.scheduler.blocks.check_integrity(each for group in self.groups.values() for each in group.sequences)
 
-    def _accept(self, sequences: list[Sequence], tokens: list[SampledToken]) -> list[RequestOutput]:
+    def _accept(self, sequences: list[Sequence], tokens: SampledTokens) -> list[RequestOutput]:
         told: dict[str, SequenceGroup] = {}
-        for sequence, token in zip(sequences, tokens, strict=True):
+        token_ids, logprobs = tokens.read()
+        for row, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            if sequence.finished:
+                # By an abort, or a token that was not known when this one was launched.
+                continue
             group = sequence.group
-            if not group.forked:
-                # The prompt is computed now: the samples behind the first start from it.
-                for other in group.sequences[1:]:
-                    self.scheduler.fork(sequence, other)
-                group.forked = True
-            self.outputs.accept(sequence, token)
+            self.outputs.accept(sequence, token_id, logprobs.get(row))
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
             if sequence.finish_reason is not None or not group.params.final_only:

@@ -16,9 +16,9 @@ from moe_optimizer.engine.layers.moe import Experts, MoE
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.engine.models.registry import model_class
-from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.engine.protocols import Sampler
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.weights import load_weights
@@ -49,13 +49,20 @@ class ModelRunner:
             attention.backend = backend
         self.cache_size = fit_cache(config, self.model, self._peak_bytes(), ranks)
         self.kv_cache = KVCache(config, self.model, self.cache_size)
+        self._sampled_S = torch.zeros(config.args.max_num_seqs, dtype=torch.int64, device=config.device)
         self.graphs = self._capture() if config.cuda_graphs and backend.capturable else None
 
-    def execute(self, step: SchedulerOutput) -> list[SampledToken]:
-        """Compute a step; return a token for each of `step.sampled`."""
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> SampledTokens:
+        """Start to compute a step, behind those before it; return the tokens of `step.sampled`."""
         logits_SV = self.compute(self.prepare(step))
-        with torch.inference_mode():
-            return self.sampler.sample(logits_SV, step.sampled) if step.sampled else []
+        if not step.sampled:
+            return SampledTokens.of([])
+        tokens = self.sampler.sample(logits_SV, step.sampled)
+        self._sampled_S[: len(step.sampled)] = tokens.token_ids_S
+        for row, sequence in enumerate(step.sampled):
+            sequence.row = row
+        return tokens
 
     @torch.inference_mode()
     def compute(self, batch: PackedBatch) -> Tensor:
@@ -66,12 +73,15 @@ class ModelRunner:
         hidden_SH = None if self.graphs is None else self.graphs.hidden(batch)
         if hidden_SH is None:
             batch = batch.to(self.config.device)
-            hidden_SH = self.model(batch).index_select(0, batch.sampled)
+            hidden_SH = self._hidden(batch).index_select(0, batch.sampled)
         return self.model.logits(hidden_SH)
 
     def prepare(self, step: SchedulerOutput) -> PackedBatch:
         """Pack a step that the scheduler has made room for, in host memory."""
-        token_ids = [sequence.token_ids[-1] for sequence in step.decodes]
+        token_ids = [
+            sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.row
+            for sequence in step.decodes
+        ]
         positions = [sequence.num_computed_tokens for sequence in step.decodes]
         starts, sampled = list(range(len(positions) + 1)), list(range(len(positions)))
         prefills: list[Prefill] = []
@@ -106,11 +116,14 @@ class ModelRunner:
             block_size=self.block_size,
         )
 
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        return self.model(batch.following(self._sampled_S))
+
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:
         begun = time.monotonic()
         graphs = DecodeGraphs(
-            self.model,
+            self._hidden,
             capture_sizes(self.config.args.max_num_seqs),
             max_blocks=-(-self.cache_size.max_model_len // self.block_size),
             block_size=self.block_size,

@@ -5,26 +5,24 @@ from operator import attrgetter
 from typing import Any
 
 from moe_optimizer.engine.detokenizer import Detokenizer
-from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, SampledToken
+from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from moe_optimizer.engine.sampling_params import RequestOutputKind
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 
 
 class OutputProcessor:
-    """Args: a tokenizer of transformers, or None for token ids only, and the longest sequence."""
+    """Args: a tokenizer of transformers, or None for token ids only."""
 
-    def __init__(self, tokenizer: Any | None, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
 
-    def accept(self, sequence: Sequence, token: SampledToken) -> None:
+    def accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token to its sequence, and set `finish_reason` if it is the last."""
-        token_id, logprob, logprobs = token
-        sequence.append(token_id)
-        if logprob is not None:
-            sequence.cumulative_logprob += logprob
+        sequence.token_ids.append(token_id)
         if logprobs is not None:
-            sequence.logprobs.append(self._named(logprobs))
+            sequence.cumulative_logprob += logprobs.logprob
+            if logprobs.shown is not None:
+                sequence.logprobs.append(self._named(logprobs.shown))
         self._check_end(sequence, token_id)
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:
@@ -45,7 +43,7 @@ class OutputProcessor:
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
         group = sequence.group
-        params, num_output_tokens = group.params, sequence.num_tokens - len(group.prompt_token_ids)
+        params, num_output_tokens = group.params, len(sequence.token_ids) - len(group.prompt_token_ids)
         ends = token_id in group.end_token_ids and num_output_tokens >= params.min_tokens
         if ends:
             sequence.finish_reason = "stop"
@@ -57,16 +55,14 @@ class OutputProcessor:
             stop = sequence.detokenizer.append(token_id)
             if stop is not None and num_output_tokens >= params.min_tokens:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
-        if sequence.finish_reason is None and (
-            num_output_tokens == params.max_tokens or sequence.num_tokens == self.max_model_len
-        ):
+        if sequence.finish_reason is None and len(sequence.token_ids) == group.max_num_tokens:
             sequence.finish_reason = "length"
 
     def _completion(self, index: int, sequence: Sequence) -> CompletionOutput:
         """Return a sample: everything so far, or with DELTA what is new since the output before."""
         delta = sequence.params.output_kind is RequestOutputKind.DELTA
-        begin = sequence.num_reported if delta else 0
-        sequence.num_reported = sequence.num_output_tokens
+        begin, token_ids = sequence.num_reported if delta else 0, sequence.output_token_ids
+        sequence.num_reported = len(token_ids)
         shows_logprobs, text = sequence.params.logprobs is not None, ""
         if detokenizer := sequence.detokenizer:
             detokenizer.num_shown = detokenizer.num_shown if delta else 0
@@ -74,7 +70,7 @@ class OutputProcessor:
         return CompletionOutput(
             index=index,
             text=text,
-            token_ids=sequence.output_token_ids[begin:],
+            token_ids=token_ids[begin:],
             cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
             logprobs=sequence.logprobs[begin:] if shows_logprobs else None,
             finish_reason=sequence.finish_reason,

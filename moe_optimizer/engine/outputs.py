@@ -13,13 +13,11 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class SampledToken(NamedTuple):
-    """What the sampler chose for one sequence."""
+class TokenLogprobs(NamedTuple):
+    """Of one token that was chosen, where its request asks for them or draws more samples than it returns."""
 
-    token_id: int
-    logprob: float | None
-    """None unless the request asks for log-probabilities or draws more samples than it returns."""
-    logprobs: dict[int, Logprob] | None
+    logprob: float
+    shown: dict[int, Logprob] | None
     """Of the token and its most likely alternatives; None unless the request asks for them."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.block import Copies
-from moe_optimizer.engine.upload import uploaded
+from moe_optimizer.engine.transfer import uploaded
 
 _MOST_PADDING = 1.25
 """Chosen: a group costs some operations per layer, padding costs reads."""
@@ -52,6 +52,7 @@ class PackedBatch:
 
     copies: Copies
     token_ids_T: Tensor
+    """-1 - row for a token that is still on the device: that of this row of the step before."""
     positions_T: Tensor
     slots_T: Tensor
     """Where each token's key and value go: block * block size + place in the block; -1 for one that is padding."""
@@ -73,6 +74,11 @@ class PackedBatch:
         moved = uploaded(torch.cat(list(rows.values())), device).split([len(each) for each in rows.values()])
         tables = uploaded(self.block_tables_SN, device)
         return replace(self, block_tables_SN=tables, **dict(zip(rows, moved, strict=True)))
+
+    def following(self, sampled_S: Tensor) -> PackedBatch:
+        """Return the batch with every token, after a step that sampled these."""
+        ids_T = self.token_ids_T
+        return replace(self, token_ids_T=torch.where(ids_T < 0, sampled_S[(-1 - ids_T).clamp(min=0)], ids_T))
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:

@@ -1,6 +1,7 @@
 """`TorchSampler`: chooses the next token of each sequence, all of them at once, on the device of the logits.
 
-Legend: S sequences, V vocabulary, K candidates.
+Nothing here waits for the device: with asynchronous scheduling it still computes the step before.
+Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates.
 """
 
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.outputs import Logprob, SampledToken
+from moe_optimizer.engine.sampled_tokens import Reported, SampledTokens
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.sequence import Sequence
-from moe_optimizer.engine.upload import uploaded
+from moe_optimizer.engine.transfer import uploaded
+
+_ALL = 1 << 62
 
 
 class TorchSampler:
@@ -24,67 +27,120 @@ class TorchSampler:
     def __init__(self, device: torch.device, seed: int, *, compiled: bool = False) -> None:
         self._largest = torch.compile(_largest, dynamic=True) if compiled else _largest
         self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._device = device
+        self._rows = _Rows([], device)
+        self._sampled_S = torch.empty(0)
+        """Of the step before."""
 
-    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        if not any(sequence.params.adjusted for sequence in sequences):
-            return [SampledToken(token_id, None, None) for token_id in self._choose(logits_SV, sequences).tolist()]
-        logits_SV = logits_SV.float()
-        reported = [row for row, sequence in enumerate(sequences) if sequence.params.reports_logprob]
-        logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
-        for row, sequence in enumerate(sequences):
-            params = sequence.params
-            if params.min_tokens and sequence.num_output_tokens < params.min_tokens:
-                logits_SV[row, sorted(sequence.group.end_token_ids)] = float("-inf")
-            if params.penalized:
-                _penalize(logits_SV[row], sequence)
-        token_ids = self._choose(logits_SV, sequences).tolist()
-        tokens = [SampledToken(token_id, None, None) for token_id in token_ids]
-        if logprobs_RV is not None:
-            params = [sequences[row].params for row in reported]
-            chosen = _with_logprobs(logprobs_RV, [token_ids[row] for row in reported], params)
-            for row, token in zip(reported, chosen, strict=True):
-                tokens[row] = token
-        return tokens
+    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
+        params = [sequence.group.params for sequence in sequences]
+        # Most steps are of the requests of the one before.
+        if params != self._rows.params:
+            self._rows = _Rows(params, self._device)
+        rows = self._rows
+        logprobs_RV = None
+        if rows.adjusted or rows.reported:
+            logits_SV = logits_SV.float()
+        if rows.reported:
+            logprobs_RV = logits_SV[rows.reported_R].log_softmax(-1)
+        for row in rows.adjusted:
+            self._adjust(logits_SV[row], sequences[row])
+        token_ids_S = self._sampled_S = self._choose(logits_SV, sequences)
+        if logprobs_RV is None:
+            return SampledTokens(token_ids_S)
+        values_R1 = logprobs_RV.gather(1, token_ids_S[rows.reported_R, None])
+        num_shown = [params[row].logprobs for row in rows.reported]
+        best = logprobs_RV.topk(min(max(each or 0 for each in num_shown), logprobs_RV.shape[1]), dim=-1)
+        reported = Reported(
+            rows=rows.reported,
+            num_shown=num_shown,
+            values_R=values_R1[:, 0],
+            ranks_R=(logprobs_RV > values_R1).sum(-1),
+            best_values_RK=best.values,
+            best_ids_RK=best.indices,
+        )
+        return SampledTokens(token_ids_S, reported)
 
     def _choose(self, logits_SV: Tensor, sequences: list[Sequence]) -> Tensor:
-        params = [sequence.params for sequence in sequences]
-        if all(each.greedy for each in params):
+        rows = self._rows
+        if rows.greedy:
             return logits_SV.float().argmax(-1)
-        temperatures = [each.params.temperature_at(each.num_output_tokens) for each in sequences]
-        temperature_S1 = _column(temperatures, logits_SV)
-        if any(each.filtered for each in params):
-            logits_SV, temperature_S1 = filtered(_scaled(logits_SV, temperature_S1), params), temperature_S1.sign()
+        temperature_S1 = rows.temperature_S1
+        if rows.scheduled:
+            temperatures = [each.params.temperature_at(each.num_output_tokens) for each in sequences]
+            temperature_S1 = _column(temperatures, self._device)
+        if rows.filtered:
+            logits_SV, temperature_S1 = rows.kept(_scaled(logits_SV, temperature_S1)), temperature_S1.sign()
         noise_SV = torch.empty_like(logits_SV, dtype=torch.float32).exponential_(generator=self._generator)
-        for row, sequence in enumerate(sequences):
-            if sequence.params.seed is not None:
-                noise_SV[row].exponential_(generator=_generator_of(sequence, logits_SV.device))
+        for row in rows.seeded:
+            noise_SV[row].exponential_(generator=_generator_of(sequences[row], self._device))
         return self._largest(logits_SV, temperature_S1, noise_SV)
 
+    def _adjust(self, logits_V: Tensor, sequence: Sequence) -> None:
+        """Forbid the end before its time, and lower what was seen."""
+        params = sequence.params
+        if sequence.num_output_tokens < params.min_tokens:
+            logits_V.index_fill_(0, self._ids(sequence.group.end_token_ids), float("-inf"))
+        if not params.penalized:
+            return
+        seen = self._ids(sequence.token_ids)
+        if len(sequence.token_ids) < sequence.num_tokens:
+            seen = torch.cat((seen, self._sampled_S[sequence.row, None]))
+        if params.repetition_penalty != 1:
+            was_seen_V = torch.zeros_like(logits_V, dtype=torch.bool).index_fill_(0, seen, value=True)
+            penalty = params.repetition_penalty
+            penalized_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+            logits_V.copy_(torch.where(was_seen_V, penalized_V, logits_V))
+        generated = seen[len(sequence.group.prompt_token_ids) :]
+        counts_V = torch.zeros_like(logits_V).index_add_(0, generated, torch.ones_like(generated, dtype=logits_V.dtype))
+        logits_V -= params.presence_penalty * (counts_V > 0) + params.frequency_penalty * counts_V
 
-def filtered(scores_SV: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Return the scores with minus infinity for every token that top-k, top-p or min-p leaves out."""
-    size = scores_SV.shape[-1]
-    top_k = [min(each.top_k, size) if each.top_k > 0 else size for each in params]
-    by_top_p = any(each.top_p < 1 for each in params)
-    if any(each.min_p > 0 for each in params):
-        floor_S1 = scores_SV.amax(-1, keepdim=True) + _column([float(each.min_p) for each in params], scores_SV).log()
-        scores_SV = scores_SV.masked_fill(scores_SV < floor_S1, float("-inf"))
-    if not by_top_p and min(top_k) == size:
-        return scores_SV
-    best_SK, ids_SK = scores_SV.topk(max(top_k), dim=-1)
-    out_SK = torch.arange(max(top_k), device=scores_SV.device) >= _column(top_k, scores_SV)
-    if by_top_p:
-        top_p_S1 = _column([float(each.top_p) for each in params], scores_SV)
-        probs_SK = best_SK.masked_fill(out_SK, float("-inf")).softmax(-1)
-        # A token is left out if those before it reach top_p without it; the first never is.
-        reached_SK = (probs_SK.cumsum(-1) - probs_SK >= top_p_S1) & (top_p_S1 < 1)
-        reached_SK[:, 0] = False
-        out_SK |= reached_SK
-    return torch.full_like(scores_SV, float("-inf")).scatter(1, ids_SK, best_SK.masked_fill(out_SK, float("-inf")))
+    def _ids(self, token_ids: Any) -> Tensor:
+        return uploaded(torch.tensor([*token_ids], dtype=torch.int64), self._device)
 
 
-def _column(values: list[Any], like: Tensor) -> Tensor:
-    return uploaded(torch.tensor(values), like.device)[:, None]
+class _Rows:
+    """What the parameters of a step's sequences say: of all of them, by row, and as columns on the device."""
+
+    def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
+        self.params = params
+        self.greedy = all(each.greedy for each in params)
+        self.filtered = any(each.filtered for each in params)
+        self.scheduled = any(each.temperature_schedule for each in params)
+        self.seeded = [row for row, each in enumerate(params) if each.seed is not None]
+        self.adjusted = [row for row, each in enumerate(params) if each.penalized or each.min_tokens]
+        self.reported = [row for row, each in enumerate(params) if each.reports_logprob]
+        self.reported_R = uploaded(torch.tensor(self.reported, dtype=torch.int64), device)
+        self.temperature_S1 = _column([each.temperature for each in params], device)
+        self._by_min_p = any(each.min_p > 0 for each in params)
+        self._by_top_k = any(each.top_k > 0 for each in params)
+        self._by_top_p = any(each.top_p < 1 for each in params)
+        top_k = [each.top_k if each.top_k > 0 else _ALL for each in params]
+        self._most_k, self._top_k_S1 = max(top_k, default=_ALL), _column(top_k, device)
+        self._top_p_S1 = _column([float(each.top_p) for each in params], device)
+        self._min_p_S1 = _column([float(each.min_p) for each in params], device)
+
+    def kept(self, scores_SV: Tensor) -> Tensor:
+        """Return the scores with minus infinity for every token that top-k, top-p or min-p leaves out."""
+        if self._by_min_p:
+            floor_S1 = scores_SV.amax(-1, keepdim=True) + self._min_p_S1.log()
+            scores_SV = scores_SV.masked_fill(scores_SV < floor_S1, float("-inf"))
+        if not self._by_top_p and not self._by_top_k:
+            return scores_SV
+        num_candidates = min(self._most_k, scores_SV.shape[-1])
+        best_SK, ids_SK = scores_SV.topk(num_candidates, dim=-1)
+        out_SK = torch.arange(num_candidates, device=scores_SV.device) >= self._top_k_S1
+        if self._by_top_p:
+            probs_SK = best_SK.masked_fill(out_SK, float("-inf")).softmax(-1)
+            # A token is left out if those before it reach top_p without it; the first never is.
+            reached_SK = (probs_SK.cumsum(-1) - probs_SK >= self._top_p_S1) & (self._top_p_S1 < 1)
+            reached_SK[:, 0] = False
+            out_SK |= reached_SK
+        return torch.full_like(scores_SV, float("-inf")).scatter(1, ids_SK, best_SK.masked_fill(out_SK, float("-inf")))
+
+
+def _column(values: list[Any], device: torch.device) -> Tensor:
+    return uploaded(torch.tensor(values), device)[:, None]
 
 
 def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
@@ -96,36 +152,8 @@ def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) 
     return (_scaled(logits_SV, temperature_S1) - exponential_SV.log() * (temperature_S1 > 0)).argmax(-1)
 
 
-def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
-    params = sequence.params
-    seen = torch.tensor(sequence.token_ids, device=logits_V.device)
-    if params.repetition_penalty != 1:
-        unique = seen.unique()
-        values, penalty = logits_V[unique], params.repetition_penalty
-        logits_V[unique] = torch.where(values > 0, values / penalty, values * penalty)
-    generated, counts = seen[len(sequence.group.prompt_token_ids) :].unique(return_counts=True)
-    logits_V[generated] -= params.presence_penalty + params.frequency_penalty * counts
-
-
 def _generator_of(sequence: Sequence, device: torch.device) -> torch.Generator:
     if sequence.generator is None:
         seed = ((sequence.params.seed or 0) + sequence.index) % (1 << 63)
         sequence.generator = torch.Generator(device=device).manual_seed(seed)
     return sequence.generator
-
-
-def _with_logprobs(logprobs_RV: Tensor, token_ids: list[int], params: list[SamplingParams]) -> list[SampledToken]:
-    """Return the chosen tokens with their log-probabilities and those of the most likely ones."""
-    values_R1 = logprobs_RV.gather(1, _column(token_ids, logprobs_RV))
-    ranks, values = ((logprobs_RV > values_R1).sum(-1) + 1).tolist(), values_R1[:, 0].tolist()
-    most = max(each.logprobs or 0 for each in params)
-    best_values, best_ids = (each.tolist() for each in logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1))
-    tokens = []
-    for row, (token_id, each) in enumerate(zip(token_ids, params, strict=True)):
-        shown = None
-        if each.logprobs is not None:
-            pairs = zip(best_ids[row][: each.logprobs], best_values[row], strict=False)
-            shown = {other: Logprob(value, rank) for rank, (other, value) in enumerate(pairs, 1)}
-            shown.setdefault(token_id, Logprob(values[row], ranks[row]))
-        tokens.append(SampledToken(token_id, values[row], shown))
-    return tokens

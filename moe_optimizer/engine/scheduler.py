@@ -38,6 +38,8 @@ class Scheduler:
     """In the order they are served."""
     num_preemptions: int = 0
     _waiting: list[tuple[tuple[int, int, int], Sequence]] = field(default_factory=list)
+    _prefilling: list[Sequence] = field(default_factory=list)
+    """Running sequences with a prompt to compute; all others have one token."""
 
     def __post_init__(self) -> None:
         self._num_reserved = int(_RESERVED_SHARE * self.blocks.num_blocks)
@@ -47,14 +49,6 @@ class Scheduler:
     def add(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
         sequence.status = status
         heapq.heappush(self._waiting, (sequence.order, sequence))
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Run another sample of a prompt that `parent` has computed; without a seat it waits like a new one."""
-        if len(self.running) >= self.max_num_seqs or parent.status is not Status.RUNNING:
-            self.add(child)
-            return
-        self.blocks.fork(parent, child)
-        self._run(child)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and its blocks back."""
@@ -67,11 +61,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a seat, here or in host memory."""
-        return sum(not sequence.finished for _, sequence in self._waiting)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running or self._next_waiting())
+        return sum(sequence.status is not Status.FINISHED for _, sequence in self._waiting)
 
     # One step
 
@@ -94,22 +84,44 @@ class Scheduler:
         return step
 
     def commit(self, step: SchedulerOutput) -> None:
+        """Count what a step that was launched computes and samples; let the samples behind the first start."""
         for sequence in step.decodes:
-            sequence.num_computed_tokens += 1
+            sequence.num_computed_tokens = sequence.num_tokens
+            sequence.num_tokens += 1
         for sequence, count in step.prefills:
             sequence.num_computed_tokens += count
             self.blocks.publish(sequence)
+            if sequence.num_computed_tokens < sequence.num_tokens:
+                continue
+            sequence.num_tokens += 1
+            if not sequence.group.forked:
+                sequence.group.forked = True
+                for other in sequence.group.sequences[1:]:
+                    self._fork(sequence, other)
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Run another sample of a prompt that `parent` has computed; without a seat it waits like a new one."""
+        if len(self.running) >= self.max_num_seqs:
+            self.add(child)
+            return
+        self.blocks.fork(parent, child)
+        self._run(child)
 
     def _schedule_decodes(self, step: SchedulerOutput) -> list[Sequence]:
         """Schedule every running sequence with one token to compute; return the others."""
         # Passes over all sequences are this function's time: those that need no block are not called for one by one.
-        for sequence in [each for each in self.running if each.num_tokens > each.num_slots]:
+        asking = [each for each in self.running if each.num_tokens > each.num_slots]
+        for sequence in asking:
+            if sequence.num_tokens == sequence.group.max_num_tokens:
+                # Its last token is under way.
+                self.finish(sequence)
+        for sequence in asking:
             if sequence.status is Status.RUNNING:
                 self._make_room(step, sequence)
-        step.decodes = [each for each in self.running if each.num_computed_tokens + 1 == each.num_tokens]
-        if len(step.decodes) == len(self.running):
-            return []
-        return [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
+        self._prefilling = [each for each in self._prefilling if each.status is Status.RUNNING and _has_prompt(each)]
+        others = set(self._prefilling)
+        step.decodes = [each for each in self.running if each not in others] if others else self.running.copy()
+        return sorted(others, key=_order)
 
     def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
@@ -185,8 +197,15 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)
+        if _has_prompt(sequence):
+            self._prefilling.append(sequence)
 
     def _next_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].finished:
+        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
+
+
+def _has_prompt(sequence: Sequence) -> bool:
+    """Return whether more than one token is to be computed, or a prompt's last one that other samples start from."""
+    return sequence.num_computed_tokens + 1 < sequence.num_tokens or not sequence.group.forked

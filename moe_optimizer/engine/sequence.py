@@ -19,22 +19,28 @@ class Status(Enum):
     SWAPPED = auto()
     """Its blocks are in host memory."""
     FINISHED = auto()
+    """It has no seat and no blocks any more; its last token may be under way."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample: the prompt, what was generated, and where its keys and values are.
 
-    Tokens [0, num_computed_tokens) are in the KV cache, [num_computed_tokens, num_tokens) are to be computed.
+    Tokens [0, num_computed_tokens) are in the KV cache as soon as the device has done what it was given; tokens
+    [num_computed_tokens, num_tokens) are to be computed.
     """
 
     group: SequenceGroup
     index: int
     """Among the group's samples."""
     token_ids: list[int]
+    """Those that the host knows."""
     num_tokens: int
+    """With the one that a step under way samples."""
     order: tuple[int, int, int]
     """Earlier ones are served first and preempted last."""
+    row: int = 0
+    """Its place among the sequences of the step that samples or sampled its last token."""
     num_computed_tokens: int = 0
     block_table: BlockTable = field(default_factory=BlockTable)
     num_slots: int = 0
@@ -50,16 +56,13 @@ class Sequence:
     generator: Any = None
     """Of random numbers, where the request has a seed."""
 
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
-
     @property
     def params(self) -> SamplingParams:
         return self.group.params
 
     @property
     def num_output_tokens(self) -> int:
+        """With the one that a step under way samples."""
         return self.num_tokens - len(self.group.prompt_token_ids)
 
     @property
@@ -68,11 +71,11 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        return self.cumulative_logprob / max(1, self.num_output_tokens)
+        return self.cumulative_logprob / max(1, len(self.output_token_ids))
 
     @property
     def finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -83,6 +86,8 @@ class SequenceGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    max_num_tokens: int
+    """Of a sample, its prompt included."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sample."""
     priority: int = 0

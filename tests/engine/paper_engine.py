@@ -23,8 +23,9 @@ def paper_engine(
     chunked_prefill: bool = True,
     prefix_caching: bool = True,
     max_model_len: int = 64,
+    async_scheduling: bool = False,
 ) -> LLMEngine:
-    args = EngineArgs(model=str(TINY_MOE), dtype="float32", skip_tokenizer_init=True)
+    args = EngineArgs(model=str(TINY_MOE), dtype="float32", skip_tokenizer_init=True, async_scheduling=async_scheduling)
     blocks = BlockManager(
         num_blocks, num_host_blocks=num_host_blocks, block_size=block_size, prefix_caching=prefix_caching
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_optimizer.engine.block import Block
 from moe_optimizer.engine.kv_cache import CacheSize
-from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence
 
@@ -29,10 +29,12 @@ class PaperExecutor:
         self.block_size = block_size
         self.cache = np.full((num_blocks + num_host_blocks, block_size), -1)
         self.num_computed = 0
+        self.sampled: list[int] = []
+        """By the step before."""
         self.blocks: list[Block] = []
         """The block manager's, to see that nobody writes into a block that others read."""
 
-    def execute(self, step: SchedulerOutput) -> list[SampledToken]:
+    def launch(self, step: SchedulerOutput) -> SampledTokens:
         for source, target in step.copies:
             self.cache[target] = self.cache[source]
         for sequence in step.decodes:
@@ -40,14 +42,19 @@ class PaperExecutor:
         for sequence, count in step.prefills:
             self._compute(sequence, count)
         self.num_computed += step.num_tokens
-        return [SampledToken(self._sample(sequence), None, None) for sequence in step.sampled]
+        self.sampled = [self._sample(sequence) for sequence in step.sampled]
+        for row, sequence in enumerate(step.sampled):
+            sequence.row = row
+        return SampledTokens.of(self.sampled)
 
     def _compute(self, sequence: Sequence, count: int) -> None:
         for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
             block = sequence.block_table.block_ids[position // self.block_size]
             assert block < self.cache_size.num_blocks, f"block {block} is in host memory"
             assert not self.blocks or self.blocks[block].writable, f"block {block} is written while others read it"
-            self.cache[block, position % self.block_size] = sequence.token_ids[position]
+            known = position < len(sequence.token_ids)
+            token_id = sequence.token_ids[position] if known else self.sampled[sequence.row]
+            self.cache[block, position % self.block_size] = token_id
 
     def _sample(self, sequence: Sequence) -> int:
         context = self.cache[list(sequence.block_table.block_ids)].flatten()[: sequence.num_tokens]

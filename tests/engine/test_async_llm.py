@@ -131,7 +131,7 @@ def test_a_failing_engine_ends_every_request() -> None:
     def fail(step: object) -> Any:
         raise RuntimeError("the device is gone")
 
-    engine.executor.execute = fail
+    engine.executor.launch = fail
     with pytest.raises(ServerFailedError, match="is gone"):
         asyncio.run(llm.get_output([1], params(5)))
     with pytest.raises(ServerFailedError):
@@ -143,7 +143,7 @@ def test_out_of_memory_names_what_to_lower() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     engine = paper_engine()
-    engine.executor.execute = fail
+    engine.executor.launch = fail
     engine.add_request("0", [1], params(5))
     with pytest.raises(DoesNotFitError) as error:
         engine.step()

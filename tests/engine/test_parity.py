@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_optimizer.engine import LLMEngine, SamplingParams
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sequence import Sequence
 from tests.engine.tiny_models import SHAPES, TINY_MOE
 
@@ -28,10 +28,10 @@ class TeacherForcing:
         self.token_ids = token_ids
         self.logits: dict[int, Tensor] = {}
 
-    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
         for row, sequence in enumerate(sequences):
             self.logits[sequence.num_tokens - 1] = logits_SV[row].clone()
-        return [SampledToken(self.token_ids[sequence.num_tokens], None, None) for sequence in sequences]
+        return SampledTokens.of([self.token_ids[sequence.num_tokens] for sequence in sequences])
 
 
 def reference_logits(folder: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,9 +11,9 @@ from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.protocols import Executor
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.scheduler import Scheduler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence
@@ -38,9 +38,9 @@ def test_the_executor() -> None:
         def __init__(self, inner: Executor) -> None:
             self.inner, self.cache_size, self.steps = inner, inner.cache_size, 0
 
-        def execute(self, step: SchedulerOutput) -> list[SampledToken]:
+        def launch(self, step: SchedulerOutput) -> SampledTokens:
             self.steps += 1
-            return self.inner.execute(step)
+            return self.inner.launch(step)
 
     executor = Counting(LLMEngine(ARGS).executor)
     assert generate(LLMEngine(ARGS, executor=executor)) == generate(LLMEngine(ARGS))
@@ -49,8 +49,8 @@ def test_the_executor() -> None:
 
 def test_the_sampler() -> None:
     class Always:
-        def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-            return [SampledToken(7, None, None) for _ in sequences]
+        def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
+            return SampledTokens.of([7 for _ in sequences])
 
     assert generate(LLMEngine(ARGS, sampler=Always())) == [7] * 6
 
@@ -81,6 +81,12 @@ def test_the_scheduler() -> None:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options["max_num_seqs"] = 1
             super().__init__(*arguments, **options)
+            self.sizes: set[int] = set()
+
+        def schedule(self) -> SchedulerOutput:
+            step = super().schedule()
+            self.sizes.add(len(step.sampled))
+            return step
 
     scheduler = OneByOne(BlockManager(16, block_size=4), max_num_seqs=4, max_num_batched_tokens=64)
     swapped = LLMEngine(
@@ -90,15 +96,9 @@ def test_the_scheduler() -> None:
     )
     for number in range(3):
         swapped.add_request(str(number), [number], params(4))
-    sizes = []
-    while swapped.has_unfinished_requests():
-        step = scheduler.schedule()
-        sizes.append(len(step.sampled))
-        tokens = swapped.executor.execute(step)
-        scheduler.commit(step)
-        for output in swapped._accept(step.sampled, tokens):
-            assert_as_expected(output)
-    assert set(sizes) == {1}
+    for output in run(swapped).values():
+        assert_as_expected(output)
+    assert scheduler.sizes == {1}
 
 
 def test_the_block_manager() -> None:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from moe_optimizer.engine.llm_engine import LLMEngine
 from tests.engine.paper_engine import assert_as_expected, paper_engine, params
+from tests.engine.paper_executor import VOCABULARY, expected_output
 from tests.examples import examples
 
 SOAK_STEPS = 100_000
@@ -21,22 +22,28 @@ class Traffic:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        self.asked: dict[str, int] = {}
+        self.asked: dict[str, tuple[int, int]] = {}
+        """Length, and first of the token ids that end an output."""
         self.count = 0
 
-    def add(self, prompt: list[int], max_tokens: int, n: int, priority: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, n: int, priority: int, first_stop: int) -> None:
         request_id = str(self.count)
         self.count += 1
-        self.asked[request_id] = min(max_tokens, self.engine.max_model_len - len(prompt))
-        self.engine.add_request(request_id, prompt, params(max_tokens, n=n), priority=priority)
+        self.asked[request_id] = min(max_tokens, self.engine.max_model_len - len(prompt)), first_stop
+        stops = list(range(first_stop, VOCABULARY))
+        self.engine.add_request(request_id, prompt, params(max_tokens, n=n, stop_token_ids=stops), priority=priority)
         self.engine.check_integrity()
 
     def step(self) -> None:
         for output in self.engine.step():
             assert_as_expected(output)
             if output.finished:
-                asked = self.asked.pop(output.request_id)
-                assert [len(sample.token_ids) for sample in output.outputs] == [asked] * len(output.outputs)
+                length, first_stop = self.asked.pop(output.request_id)
+                for sample in output.outputs:
+                    whole = expected_output(output.prompt_token_ids, length, sample.index)
+                    end = next((place for place, token_id in enumerate(whole, 1) if token_id >= first_stop), length)
+                    assert sample.token_ids == whole[:end]
+                    assert sample.finish_reason == ("stop" if whole[end - 1] >= first_stop else "length")
         self.engine.check_integrity()
 
     def abort(self, position: int) -> None:
@@ -62,26 +69,27 @@ class TrafficMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 24), block_size=st.integers(1, 4), num_host_blocks=st.sampled_from([0, 4, 40]),
         max_num_seqs=st.integers(1, 6), budget=st.integers(6, 40), chunked=st.booleans(), caching=st.booleans(),
+        overlapped=st.booleans(),
     )  # fmt: skip
     def start(
         self, num_blocks: int, block_size: int, num_host_blocks: int, max_num_seqs: int, budget: int, chunked: bool,
-        caching: bool,
+        caching: bool, overlapped: bool,
     ) -> None:  # fmt: skip
         longest = min(24, num_blocks * block_size)
         engine = paper_engine(
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget if chunked else max(budget, longest), chunked_prefill=chunked,
-            prefix_caching=caching, max_model_len=longest,
+            prefix_caching=caching, max_model_len=longest, async_scheduling=overlapped,
         )  # fmt: skip
         self.traffic = Traffic(engine)
 
     # Two token ids: prompts have beginnings in common.
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
-        n=st.integers(1, 3), priority=st.integers(0, 2),
+        n=st.integers(1, 3), priority=st.integers(0, 2), first_stop=st.integers(VOCABULARY - 10, VOCABULARY),
     )  # fmt: skip
-    def add(self, prompt: list[int], max_tokens: int, n: int, priority: int) -> None:
-        self.traffic.add(prompt[: self.traffic.engine.max_model_len - 1], max_tokens, n, priority)
+    def add(self, prompt: list[int], max_tokens: int, n: int, priority: int, first_stop: int) -> None:
+        self.traffic.add(prompt[: self.traffic.engine.max_model_len - 1], max_tokens, n, priority, first_stop)
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
@@ -116,12 +124,16 @@ def test_a_hundred_thousand_steps_leak_nothing(request: pytest.FixtureRequest) -
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=rng.choice([0, 5, 80]),
             max_num_seqs=rng.randint(1, 8), max_num_batched_tokens=rng.randint(48, 64),
             chunked_prefill=rng.random() < 0.7, prefix_caching=rng.random() < 0.7, max_model_len=longest,
+            async_scheduling=rng.random() < 0.7,
         )  # fmt: skip
         traffic = Traffic(engine)
         for _ in range(2_000):
             if rng.random() < 0.3 and len(traffic.asked) < 20:
                 prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, longest - 1))]
-                traffic.add(prompt, rng.randint(1, 20), rng.randint(1, 4), rng.randint(0, 2))
+                length, n, priority, first_stop = (
+                    rng.randint(1, 20), rng.randint(1, 4), rng.randint(0, 2), rng.randint(VOCABULARY - 5, VOCABULARY),
+                )  # fmt: skip
+                traffic.add(prompt, length, n, priority, first_stop)
             if traffic.asked and rng.random() < 0.03:
                 traffic.abort(rng.randint(0, 100))
             traffic.step()

@@ -20,10 +20,11 @@ PROMPT = "def add(a, b):\n"
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Sequence:
     each = SequenceGroup(
-        request_id="0", prompt=None, prompt_token_ids=prompt or [0], params=params, end_token_ids=frozenset({0})
-    ).sequences[0]
-    for token_id in output or []:
-        each.append(token_id)
+        request_id="0", prompt=None, prompt_token_ids=prompt or [0], params=params, max_num_tokens=100,
+        end_token_ids=frozenset({0}),
+    ).sequences[0]  # fmt: skip
+    each.token_ids += output or []
+    each.num_tokens = len(each.token_ids)
     return each
 
 
@@ -32,7 +33,7 @@ def draw(params: SamplingParams, *, count: int = 4000, output: list[int] | None 
     sampler = TorchSampler(torch.device("cpu"), seed=1)
     sequences = [sequence(params, output=output) for _ in range(count)]
     logits = PROBABILITIES.log().repeat(count, 1)
-    counts = Counter(token.token_id for token in sampler.sample(logits, sequences))
+    counts = Counter(sampler.sample(logits, sequences).read()[0])
     return {token: number / count for token, number in counts.items()}
 
 
@@ -78,7 +79,9 @@ def test_logits_in_half_precision_are_taken_as_the_numbers_they_are(values: dict
     arguments: dict[str, Any] = {"temperature": 0.7, "seed": 3, **values}
     params = SamplingParams(**arguments)
     tokens = [
-        TorchSampler(torch.device("cpu"), seed=1).sample(given.clone(), [sequence(params, output=[5]) for _ in logits])
+        TorchSampler(torch.device("cpu"), seed=1)
+        .sample(given.clone(), [sequence(params, output=[5]) for _ in logits])
+        .read()
         for given in (logits, logits.float())
     ]
     assert tokens[0] == tokens[1]
@@ -89,8 +92,8 @@ def test_rows_of_different_kinds_do_not_disturb_each_other() -> None:
     kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0.1), SamplingParams()]
     for _ in range(50):
         logits = PROBABILITIES.log().repeat(4, 1)
-        tokens = sampler.sample(logits, [sequence(params) for params in kinds])
-        assert [token.token_id for token in tokens[:3]] == [0, 0, 0]
+        token_ids, _ = sampler.sample(logits, [sequence(params) for params in kinds]).read()
+        assert token_ids[:3] == [0, 0, 0]
 
 
 def test_penalties_lower_what_was_seen() -> None:
@@ -108,21 +111,21 @@ def test_penalties_lower_what_was_seen() -> None:
 def test_logprobs_are_those_before_temperature_and_filters() -> None:
     sampler = TorchSampler(torch.device("cpu"), seed=0)
     params = SamplingParams(temperature=0.1, top_k=1, logprobs=2)
-    token = sampler.sample(PROBABILITIES.log()[None], [sequence(params)])[0]
-    assert token.logprobs is not None
-    assert {each: round(torch.tensor(value.logprob).exp().item(), 4) for each, value in token.logprobs.items()} == {
+    shown = sampler.sample(PROBABILITIES.log()[None], [sequence(params)]).read()[1][0].shown
+    assert shown is not None
+    assert {each: round(torch.tensor(value.logprob).exp().item(), 4) for each, value in shown.items()} == {
         0: 0.4,
         1: 0.3,
     }
-    assert [value.rank for value in token.logprobs.values()] == [1, 2]
+    assert [value.rank for value in shown.values()] == [1, 2]
 
 
 def test_no_end_before_min_tokens() -> None:
     sampler = TorchSampler(torch.device("cpu"), seed=0)
     params = SamplingParams(temperature=0, min_tokens=2)
     for output, want in (([], 1), ([1], 1), ([1, 1], 0)):
-        token = sampler.sample(PROBABILITIES.log()[None].clone(), [sequence(params, output=output)])[0]
-        assert token.token_id == want
+        token_ids, _ = sampler.sample(PROBABILITIES.log()[None].clone(), [sequence(params, output=output)]).read()
+        assert token_ids == [want]
 
 
 @pytest.mark.parametrize(

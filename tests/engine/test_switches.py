@@ -22,6 +22,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "attention backend": {"attention_backend": "sdpa"},
     "packed prefill": {"attention_backend": "sdpa_padded"},
     "fused_moe": {"fused_moe": False},
+    "async_scheduling": {"async_scheduling": True},
     "packed weights": {"packed_weights": False},
 }
 

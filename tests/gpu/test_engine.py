@@ -24,7 +24,7 @@ from moe_optimizer.engine import LLMEngine, SamplingParams
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sequence import Sequence
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +67,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
             args=args, folder=tmp_path, tokenizer_folder=None, hf_config=hf_config, device=torch.device("cuda", 0),
             dtype=DTYPES[args.dtype], max_model_len=values["max_position_embeddings"],
             cuda_graphs=not args.enforce_eager, compile=bool(args.compile_layers),
+            async_scheduling=args.async_scheduling is not False,
         )  # fmt: skip
 
     monkeypatch.setattr(EngineConfig, "resolve", staticmethod(resolve))
@@ -123,10 +124,10 @@ class Recorder:
     def __init__(self) -> None:
         self.logits: dict[tuple[str, int], Tensor] = {}
 
-    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
         for row, sequence in enumerate(sequences):
             self.logits[sequence.group.request_id, sequence.num_tokens] = logits_SV[row].clone()
-        return [SampledToken(token_id, None, None) for token_id in logits_SV.argmax(-1).tolist()]
+        return SampledTokens(logits_SV.argmax(-1))
 
 
 def prompt_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
@@ -259,6 +260,43 @@ def test_decodes_run_as_graphs_and_prompts_do_not(make_engine: Any, monkeypatch:
 def test_a_padded_graph_gives_the_tokens_of_eager(make_engine: Any) -> None:
     several = prompts(11)
     assert generate(make_engine("dense"), several) == generate(make_engine("dense", enforce_eager=True), several)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seed": {"temperature": 0.8, "seed": 5, "n": 2},
+    "filters": {"temperature": 0.9, "seed": 6, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "min_tokens": 3},
+    "stop tokens": {"stop_token_ids": list(range(0, 509, 9))},
+    "log-probabilities": {"logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_asynchronous_scheduling_gives_the_tokens_of_the_host_that_waits(kind: str, make_engine: Any) -> None:
+    several = prompts(24)
+    want = generate(make_engine("dense", async_scheduling=False), several, **KINDS[kind])
+    assert generate(make_engine("dense"), several, **KINDS[kind]) == want
+    # Chunks, preemption and swapping, with a token under way.
+    tight = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 48, "swap_space": 0.05, "enforce_eager": True}
+    assert generate(make_engine("dense", **tight), several, **KINDS[kind]) == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_launches_a_step_without_waiting_for_the_gpu(kind: str, make_engine: Any) -> None:
+    engine = make_engine("dense")
+    arguments: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": OUTPUTS, **KINDS[kind]}
+    for number, prompt in enumerate(prompts(8)):
+        engine.add_request(str(number), prompt, SamplingParams(**arguments))
+    for _ in range(4):
+        engine.step()
+    step = engine.scheduler.schedule()
+    assert len(step.decodes) > 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.executor.launch(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_experts_that_wait_for_the_host_run_without_graphs(make_engine: Any) -> None:

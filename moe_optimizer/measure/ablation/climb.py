@@ -14,6 +14,7 @@ from moe_optimizer.measure.process import OnStep, answer_request
 
 if TYPE_CHECKING:
     from moe_optimizer.engine import LLM
+    from moe_optimizer.engine.sampled_tokens import SampledTokens
 
 Outputs = list[list[int]]
 _BATCH = 8
@@ -113,7 +114,7 @@ def _sample_on_host(llm: LLM) -> None:
     from moe_optimizer.engine.sampler import TorchSampler
 
     class HostSampler(TorchSampler):
-        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> list[Any]:  # noqa: N803  (its name)
+        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> SampledTokens:  # noqa: N803  (its name)
             return super().sample(logits_SV.cpu(), sequences)
 
     runner: Any = llm.llm_engine.executor

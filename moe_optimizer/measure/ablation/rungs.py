@@ -11,7 +11,7 @@ Requests = Literal["whole text", "one by one", "batches", "together"]
 all at once."""
 NAIVE: Mapping[str, str | bool] = {
     "fused_moe": False, "attention_backend": "sdpa_padded", "enforce_eager": True, "compile_layers": False,
-    "enable_prefix_caching": False, "enable_chunked_prefill": False,
+    "enable_prefix_caching": False, "enable_chunked_prefill": False, "async_scheduling": False,
 }  # fmt: skip
 """Arguments of the engine on the first rung."""
 
@@ -42,6 +42,7 @@ OPTIMIZATIONS = (
     Optimization(name="gpu_sampler", needs_gpu=True),
     Optimization(name="compile", added={"compile_layers": True}, rounds=True, needs_gpu=True),
     Optimization(name="cuda_graphs", added={"enforce_eager": False}, rounds=True, needs_gpu=True),
+    Optimization(name="async_scheduling", added={"async_scheduling": True}, needs_gpu=True),
     Optimization(name="fp8", added={"quantization": "fp8"}, rounds=True),
 )
 

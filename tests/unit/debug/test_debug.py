@@ -23,7 +23,7 @@ from moe_optimizer.debug.steps import Comparison
 from moe_optimizer.engine import LLMEngine, llm_engine, model_runner
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs
-from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.errors import InputError
 from tests.engine.tiny_models import SHAPES, TINY_MOE, write_model
@@ -143,9 +143,9 @@ def test_a_run_that_differs_from_the_one_before_is_found(monkeypatch: pytest.Mon
 
         calls = 0
 
-        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> list[Any]:
+        def sample(self, logits_SV: torch.Tensor, sequences: list[Any]) -> SampledTokens:
             Drifting.calls += 1
-            return [SampledToken(Drifting.calls, None, None) for _ in sequences]
+            return SampledTokens.of([Drifting.calls for _ in sequences])
 
     monkeypatch.setattr(model_runner, "TorchSampler", Drifting)
     report = compare(TINY_MOE, layer=0)
