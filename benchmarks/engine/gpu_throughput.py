@@ -5,10 +5,12 @@
 
 nano: 256 requests of 100 to 1024 prompt tokens and 100 to 1024 output tokens, the shape of Qwen3-0.6B. decode: the
 shape of Qwen3-30B-A3B, time per output token of 1 and 64 requests with 512 tokens before. Weights are random, so
-routing is near uniform. vllm-plugin is vLLM with our profile "balanced", which has nothing to do for a dense model.
-Each side runs in a process of its own, and some of its requests before they are timed. With several GPUs a side of a
-workload takes the next that is free. The record is written after each sample, so what was found stays when a later one
-fails, or the limit of the whole run ends it; a FILE that is there is continued.
+routing is near uniform. The engine runs as it does by itself and, turn by turn, with a host that waits for the tokens
+of a step before it prepares the next: "host_waits" in the record, async_scheduling=False. vllm-plugin is vLLM with our
+profile "balanced", which has nothing to do for a dense model. Each side runs in a process of its own, and some of its
+requests before they are timed. With several GPUs a side of a workload takes the next that is free. The record is
+written after each sample, so what was found stays when a later one fails, or the limit of the whole run ends it; a FILE
+that is there is continued.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +37,8 @@ from benchmarks.engine.workload import Request, model_folder, peak_bytes, random
 from benchmarks.record import gpu_environment, head, packages, parser_of  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 
+Run = Callable[[list[Request], float], float]
+"""Requests and a temperature to the seconds that they took."""
 TURNS = 3
 DECODE_TOKENS = 128
 CONTEXT = 512
@@ -118,11 +122,13 @@ def _measure(side: str, workload: str, *, model: str, gpu: str, quick: bool) -> 
         name, load_format = model_folder(model, Path(folder))
         vocab_size = json.loads((Path(name) / "config.json").read_text())["vocab_size"]
         started = time.perf_counter()
-        values = {"max_model_len": 4096, "max_num_batched_tokens": 16384, "load_format": load_format}
+        values: dict[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 16384, "load_format": load_format}
         if side.startswith("vllm"):
             from vllm import LLM, SamplingParams
         else:
             from moe_optimizer.engine import LLM, SamplingParams
+
+            values["async_scheduling"] = True
         llm: Any = LLM(name, skip_tokenizer_init=True, max_num_seqs=256, enable_prefix_caching=False, **values)
         found: dict[str, Any] = {"gpu": gpu, "ready_s": time.perf_counter() - started}
         yield found
@@ -136,37 +142,51 @@ def _measure(side: str, workload: str, *, model: str, gpu: str, quick: bool) -> 
             llm.generate([{"prompt_token_ids": each.prompt} for each in requests], params, use_tqdm=False)
             return time.perf_counter() - begun
 
+        def waiting_run(requests: list[Request], temperature: float) -> float:
+            llm.llm_engine.async_scheduling = False
+            try:
+                return run(requests, temperature)
+            finally:
+                llm.llm_engine.async_scheduling = True
+
+        runs: dict[str, Run] = {"": run}
+        if side == "engine":
+            runs["host_waits"] = waiting_run
         measure = _nano if workload == "nano" else _decode
-        for measured in measure(run, vocab_size, quick=quick):
+        for measured in measure(runs, vocab_size, quick=quick):
             found |= measured
             yield found
         if side == "engine":
             yield {**found, "peak_bytes": peak_bytes()}
 
 
-def _nano(run: Any, vocab_size: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+def _nano(runs: dict[str, Run], vocab_size: int, *, quick: bool) -> Iterator[dict[str, Any]]:
     requests = random_requests(25 if quick else 256, (100, 1024), (100, 1024), min(10000, vocab_size))
     tokens = sum(each.num_output for each in requests)
-    run(requests[:16], 0.6)
-    samples: list[float] = []
+    runs[""](requests[:16], 0.6)
+    samples: dict[str, list[float]] = {way: [] for way in runs}
     for _ in range(1 if quick else TURNS):
-        samples.append(run(requests, 0.6))
-        per_s = tokens / statistics.median(samples)
-        yield {"output_tokens": tokens, "seconds": samples, "output_tokens_per_s": per_s}
+        for way, run in runs.items():
+            samples[way].append(run(requests, 0.6))
+            per_s = tokens / statistics.median(samples[way])
+            found = {"output_tokens": tokens, "seconds": samples[way], "output_tokens_per_s": per_s}
+            yield {way: found} if way else found
 
 
-def _decode(run: Any, vocab_size: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+def _decode(runs: dict[str, Run], vocab_size: int, *, quick: bool) -> Iterator[dict[str, Any]]:
     """Time per output token: the difference of a long and a short output, so that the prompts cancel."""
     for batch in (1, 64):
         lengths = (CONTEXT, CONTEXT), (1, 1)
         prompts = [each.prompt for each in random_requests(batch, *lengths, min(10000, vocab_size))]
-        run([Request(prompt, 8) for prompt in prompts], 0.0)
-        samples: list[float] = []
+        runs[""]([Request(prompt, 8) for prompt in prompts], 0.0)
+        samples: dict[str, list[float]] = {way: [] for way in runs}
         for _ in range(1 if quick else TURNS):
-            short = run([Request(prompt, 8) for prompt in prompts], 0.0)
-            long = run([Request(prompt, 8 + DECODE_TOKENS) for prompt in prompts], 0.0)
-            samples.append((long - short) / DECODE_TOKENS * 1e3)
-            yield {f"ms_per_token_at_{batch}": {"median": statistics.median(samples), "samples": samples}}
+            for way, run in runs.items():
+                short = run([Request(prompt, 8) for prompt in prompts], 0.0)
+                long = run([Request(prompt, 8 + DECODE_TOKENS) for prompt in prompts], 0.0)
+                samples[way].append((long - short) / DECODE_TOKENS * 1e3)
+                name = f"ms_per_token_at_{batch}" + (way and f"_{way}")
+                yield {name: {"median": statistics.median(samples[way]), "samples": samples[way]}}
 
 
 if __name__ == "__main__":
