@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.packed_batch import PackedBatch
-from moe_optimizer.engine.transfer import uploaded
+from moe_optimizer.engine.upload import uploaded
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)

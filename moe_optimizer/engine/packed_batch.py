@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.block import Copies
-from moe_optimizer.engine.transfer import uploaded
+from moe_optimizer.engine.upload import uploaded
 
 _MOST_PADDING = 1.25
 """Chosen: a group costs some operations per layer, padding costs reads."""

@@ -1,59 +1,51 @@
 """`SampledTokens`: what was chosen for the sequences of a step, which the device may still compute.
 
-Legend: S sequences, R sequences of which log-probabilities are reported, K most likely tokens.
+Legend: S sequences, R those of which log-probabilities are reported, K most likely tokens.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.engine.outputs import Logprob, TokenLogprobs
-from moe_optimizer.engine.transfer import Download
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
-    """The log-probabilities of some rows of a step."""
-
-    rows: list[int]
-    num_shown: list[int | None]
-    """Most likely tokens that each of them shows; None shows none, nor its own."""
-    values_R: Tensor
-    """Of the chosen tokens."""
-    ranks_R: Tensor
-    """Tokens that are more likely than the chosen one."""
-    best_values_RK: Tensor
-    best_ids_RK: Tensor
 
 
 class SampledTokens:
-    """Token ids [S] on the device; on their way to the host."""
+    """Token ids [S] on the device, and on their way to the host, ahead of what the device is given later.
 
-    def __init__(self, token_ids_S: Tensor, reported: Reported | None = None) -> None:
-        self.token_ids_S, self._reported = token_ids_S, reported
-        more = () if reported is None else (
-            reported.values_R, reported.ranks_R, reported.best_values_RK, reported.best_ids_RK,
-        )  # fmt: skip
-        self._download = Download([token_ids_S, *more])
+    Of the rows `reported`, each with the number of likely tokens it shows (None shows not even its own), `logprobs` are
+    on the device: value [R] and rank [R] (from 0) of the chosen tokens, values [R, K] and ids [R, K] of the likeliest.
+    """
+
+    def __init__(
+        self, token_ids_S: Tensor, reported: Sequence[tuple[int, int | None]] = (), logprobs: Sequence[Tensor] = ()
+    ) -> None:
+        self.token_ids_S, self._reported, self._made = token_ids_S, reported, None
+        # To pinned memory from a GPU.
+        self._on_host = [each.to("cpu", non_blocking=each.is_cuda) for each in (token_ids_S, *logprobs)]
+        if token_ids_S.is_cuda:
+            self._made = torch.cuda.current_stream(token_ids_S.device).record_event()
 
     @classmethod
-    def of(cls, token_ids: list[int]) -> "SampledTokens":
+    def of(cls, token_ids: list[int]) -> SampledTokens:
         return cls(torch.tensor(token_ids, dtype=torch.int64))
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait for the device; return the token ids, and by row the log-probabilities of those that report them."""
-        token_ids, *more = (each.tolist() for each in self._download.wait())
-        if (reported := self._reported) is None:
-            return token_ids, {}
-        logprobs = {}
-        for row, num_shown, value, rank, best_values, best_ids in zip(
-            reported.rows, reported.num_shown, *more, strict=True
+        """Wait for the device; return the token ids, and by row the log-probabilities that are reported."""
+        if self._made is not None:
+            self._made.synchronize()
+        token_ids, *logprobs = (each.tolist() for each in self._on_host)
+        found = {}
+        for (row, num_shown), value, rank, values, ids in (
+            zip(self._reported, *logprobs, strict=True) if logprobs else ()
         ):
             shown = None
             if num_shown is not None:
-                pairs = zip(best_ids[:num_shown], best_values, strict=False)
-                shown = {other: Logprob(likely, place) for place, (other, likely) in enumerate(pairs, 1)}
+                likely = enumerate(zip(ids[:num_shown], values, strict=False), 1)
+                shown = {token_id: Logprob(each, place) for place, (token_id, each) in likely}
                 shown.setdefault(token_ids[row], Logprob(value, rank + 1))
-            logprobs[row] = TokenLogprobs(value, shown)
-        return token_ids, logprobs
+            found[row] = TokenLogprobs(value, shown)
+        return token_ids, found

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.sampled_tokens import Reported, SampledTokens
+from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.sequence import Sequence
-from moe_optimizer.engine.transfer import uploaded
+from moe_optimizer.engine.upload import uploaded
 
 _ALL = 1 << 62
 
@@ -38,28 +38,19 @@ class TorchSampler:
         if params != self._rows.params:
             self._rows = _Rows(params, self._device)
         rows = self._rows
-        logprobs_RV = None
         if rows.adjusted or rows.reported:
             logits_SV = logits_SV.float()
-        if rows.reported:
-            logprobs_RV = logits_SV[rows.reported_R].log_softmax(-1)
+        logprobs_RV = logits_SV[rows.reported_R].log_softmax(-1) if rows.reported else None
         for row in rows.adjusted:
             self._adjust(logits_SV[row], sequences[row])
         token_ids_S = self._sampled_S = self._choose(logits_SV, sequences)
         if logprobs_RV is None:
             return SampledTokens(token_ids_S)
         values_R1 = logprobs_RV.gather(1, token_ids_S[rows.reported_R, None])
-        num_shown = [params[row].logprobs for row in rows.reported]
-        best = logprobs_RV.topk(min(max(each or 0 for each in num_shown), logprobs_RV.shape[1]), dim=-1)
-        reported = Reported(
-            rows=rows.reported,
-            num_shown=num_shown,
-            values_R=values_R1[:, 0],
-            ranks_R=(logprobs_RV > values_R1).sum(-1),
-            best_values_RK=best.values,
-            best_ids_RK=best.indices,
-        )
-        return SampledTokens(token_ids_S, reported)
+        ranks_R = (logprobs_RV > values_R1).sum(-1)
+        most = max(num_shown or 0 for _, num_shown in rows.reported)
+        likeliest = logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1)
+        return SampledTokens(token_ids_S, rows.reported, (values_R1[:, 0], ranks_R, *likeliest))
 
     def _choose(self, logits_SV: Tensor, sequences: list[Sequence]) -> Tensor:
         rows = self._rows
@@ -109,8 +100,8 @@ class _Rows:
         self.scheduled = any(each.temperature_schedule for each in params)
         self.seeded = [row for row, each in enumerate(params) if each.seed is not None]
         self.adjusted = [row for row, each in enumerate(params) if each.penalized or each.min_tokens]
-        self.reported = [row for row, each in enumerate(params) if each.reports_logprob]
-        self.reported_R = uploaded(torch.tensor(self.reported, dtype=torch.int64), device)
+        self.reported = [(row, each.logprobs) for row, each in enumerate(params) if each.reports_logprob]
+        self.reported_R = uploaded(torch.tensor([row for row, _ in self.reported], dtype=torch.int64), device)
         self.temperature_S1 = _column([each.temperature for each in params], device)
         self._by_min_p = any(each.min_p > 0 for each in params)
         self._by_top_k = any(each.top_k > 0 for each in params)
