@@ -27,9 +27,9 @@ def start(engine: LLMEngine, **arguments: Any) -> AsyncLLM:
     return AsyncLLM(args, engine=engine)
 
 
-@pytest.fixture
-def llm() -> Iterator[AsyncLLM]:
-    llm = start(paper_engine())
+@pytest.fixture(params=[False, True], ids=["waiting", "overlapped"])
+def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    llm = start(paper_engine(async_scheduling=request.param))
     yield llm
     llm.shutdown()
 
@@ -153,8 +153,9 @@ def test_out_of_memory_names_what_to_lower() -> None:
         asyncio.run(llm.get_output([1], params(5)))
 
 
-def test_a_thousand_streams_with_random_departures_lose_nothing() -> None:
-    engine = paper_engine(num_blocks=200, max_num_seqs=32)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_thousand_streams_with_random_departures_lose_nothing(overlapped: bool) -> None:
+    engine = paper_engine(num_blocks=200, max_num_seqs=32, async_scheduling=overlapped)
     llm = start(engine)
     rng = random.Random(0)
 
