@@ -11,9 +11,11 @@ Ours is ready after both, when `serve` says so. The record is written after each
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from moe_optimizer.profiles import load_profile  # noqa: E402
 SIDES = ("vllm", "ours")
 _OURS = ("flash_dmoe", "expert_load", "expert_placement")
 """Passes that need the plugin: off for vLLM alone, which gets the same flags otherwise."""
+_COMPILED = re.compile(r"compiled before the server is ready: (.*)")
+"""A line of the plugin in the server's log."""
 LEAST_S = 60.0
 """With less time left no server is started."""
 
@@ -102,7 +106,8 @@ def started(side: str, plan: Plan, ready_timeout_s: float) -> dict[str, Any]:
             "phases_s": dict(info.phases_s),
             "serve_args": list(plan.serve_args.words),
             "ran": [row.pass_name for row in info.rows if row.ran.startswith("yes")],
-            "compiled_before_ready": [each.compilations.before_ready for each in info.proofs if each.compilations],
+            "compilations": [asdict(each.compilations) for each in info.proofs if each.compilations],
+            "compiled": _COMPILED.findall(info.log_path.read_text(errors="replace")),
         }
 
 

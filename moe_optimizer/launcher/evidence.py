@@ -50,27 +50,32 @@ class Evidence:
         self._observed: dict[str, Observed] = {}
         self._decoded: dict[str, str] = {}
 
-    def collect(self, pause: Callable[[float], None]) -> None:
-        """Wait for a complete proof of every worker, within limits; observe whether the servers of a group work as one.
+    def observe(self, pause: Callable[[float], None]) -> None:
+        """Observe whether the servers of a group work as one. To be asked before any other request, whose prompt would
+        be in the servers' own caches.
 
         Args:
             pause: sleeps for some seconds, and raises when waiting is pointless.
         """
-        on = {decision.pass_name: decision for decision in self._plan.decisions if decision.status is Status.ON}
-        # Before any other request, whose prompt would be in the servers' own caches.
-        if TRANSFER_PASS in on:
+        if self._is_on(TRANSFER_PASS):
             self._observed[TRANSFER_PASS] = while_pausing(pause, lambda: observed_transfer(self._deployment))
-        if REPLICAS_PASS in on:
+        if self._is_on(REPLICAS_PASS):
             self._observed[REPLICAS_PASS] = while_pausing(pause, lambda: observed_traffic(self._deployment))
+
+    def collect(self, pause: Callable[[float], None]) -> None:
+        """Wait for a complete proof of every worker, within limits. Args: as `observe`."""
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
-        if TUNED_PASS in on:
+        if self._is_on(TUNED_PASS):
             logs = [server.folder.log_path for server in self._deployment.servers]
-            self._observed[TUNED_PASS] = observed_use(on[TUNED_PASS], logs)
+            self._observed[TUNED_PASS] = observed_use(self._plan.decision(TUNED_PASS), logs)
 
     def decoded(self, server: Service, outcome: str) -> None:
         """Note what the decode check says of a server."""
         self._decoded[server.title] = outcome
+
+    def _is_on(self, name: str) -> bool:
+        return self._plan.decision(name).status is Status.ON
 
     @property
     def proofs(self) -> tuple[Proof, ...]:

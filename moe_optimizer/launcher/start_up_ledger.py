@@ -25,11 +25,17 @@ class StartUpLedger:
         self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
 
-    def ended(self, phase: str) -> None:
-        """Note that a phase ends now."""
+    def ended(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
+        """Note that a phase ends now.
+
+        Args:
+            phase: its name.
+            parts: seconds of what it consists of.
+        """
         now = time.monotonic()
         self._seconds[phase] = round(now - self._last, 2)
         self._last = now
+        self._seconds |= {f"{phase}: {part}": round(seconds, 2) for part, seconds in (parts or {}).items()}
 
     def phases(self, log_path: Path) -> dict[str, float]:
         """Return the seconds of every phase, those inside vLLM too: they are parts of "vLLM answers"."""

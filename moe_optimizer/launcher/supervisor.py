@@ -153,6 +153,7 @@ class Supervisor:
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
         if not self._asks_before_ready:
+            self._evidence.observe(self._pause)
             self._evidence.collect(self._pause)
         phases = self._ledger.phases(self._deployment.servers[0].folder.log_path)
         model, servers = self._model(), tuple(self._described(server) for server in self._deployment.servers)
@@ -189,18 +190,19 @@ class Supervisor:
         )
 
     def _ask_before_ready(self) -> None:
-        """Collect the proofs, warm up, compare what is decoded with what is read.
+        """Warm up, collect the proofs, compare what is decoded with what is read.
 
         Raises:
             RequiredNotAppliedError: a required pass does not run, or our kernels compute something else when decoding.
         """
-        # What the proofs need is asked first: its prompts may be in no cache yet.
+        self._evidence.observe(self._pause)
+        # What a worker has refused while loading is known now; the rest of the proofs is in when the warm-up ends.
+        self._evidence.require_not_refused()
+        if self._warm_up_s:
+            self._warm_up()
         self._evidence.collect(self._pause)
         self._evidence.outcome().require(hint=self._deployment.servers[0].log_hint)
         self._ledger.ended("proofs")
-        if self._warm_up_s:
-            self._warm_up()
-            self._ledger.ended("warm-up")
         if self._decode_check_s:
             self._check_decode()
             self._ledger.ended("decode check")
@@ -214,6 +216,7 @@ class Supervisor:
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
         self._echo(result.in_words())
+        self._ledger.ended("warm-up", parts=result.group_s)
 
     def _check_decode(self) -> None:
         """Compare what each server decodes with what it reads.

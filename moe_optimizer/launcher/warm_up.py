@@ -9,18 +9,19 @@ from __future__ import annotations
 import concurrent.futures
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.proof.record import COMPARED_REPLAYS
 
 DEFAULT_LIMIT_S = 120.0
 """Chosen: the shapes of a round take some seconds on a GPU, compiling for them a minute or two on a first start."""
 _ROUNDS = 4
-"""Chosen: a second round finds what the first brought; more are needed where two things must meet."""
-PROOF_PAUSE_S = 1.5
-"""Until the proofs have what was compiled: they are written once a second."""
+"""Chosen: a second one finds what the first brought; more are needed where two things must meet."""
+SETTLE_S = 0.5
+"""Until the proofs have what appeared in caches: at most twice `proof.record.WARMING_S`."""
 _TOKEN_IDS = 200
 """Chosen: ids below are in every vocabulary; they start at 10, after most special tokens."""
 _LONGEST = 32_768
@@ -46,6 +47,8 @@ class Shapes:
     max_model_len: int
     drafts: bool = False
     """Whether steps check drafts, of which prompts that repeat themselves bring most."""
+    captured: int = 0
+    """Tokens of a step up to which vLLM has captured graphs, and so compiled what they hold; 0: none are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +70,21 @@ class WarmUpResult:
     compiled: int
     """During the warm-up."""
     settled: bool
-    """Whether a last round compiled nothing."""
+    """Whether every group of requests was answered without that anything was compiled."""
     refused: int
     """Requests that the server did not answer, for example because its vLLM does not know a parameter."""
+    requests: int
+    """To each server."""
+    group_s: Mapping[str, float]
+    """Seconds of each group, all its rounds."""
 
     def in_words(self) -> str:
         """Return it as a line for the user."""
         end = "" if self.settled else "; stopped before nothing compiled any more: a request may still wait for it"
-        refused = f", {self.refused} requests refused" if self.refused else ""
-        return f"warmed up in {self.seconds:.0f} s: {self.compiled} compilations{refused}{end}"
+        refused = f", {self.refused} refused" if self.refused else ""
+        return (
+            f"warmed up in {self.seconds:.0f} s: {self.requests} requests{refused}, {self.compiled} compilations{end}"
+        )
 
 
 def warm_up(
@@ -88,7 +97,8 @@ def warm_up(
     pause: Callable[[float], None],
     say: Callable[[str], None],
 ) -> WarmUpResult:
-    """Send rounds of requests to every server until a round compiles nothing or the time is over.
+    """Send every group of requests to every server, and again those in which something was compiled, until nothing is
+    or the time is over.
 
     Args:
         clients: the servers.
@@ -101,51 +111,90 @@ def warm_up(
     """
     begin = time.monotonic()
     deadline, first = begin + limit_s, compiled()
-    before, settled, refused = first, False, 0
+    before, sent, refused = first, 0, 0
+    group_s: dict[str, float] = {}
+    again: Collection[str] = groups_for(shapes, seed=0).keys()
     for number in range(_ROUNDS):
-        requests = tuple(requests_for(shapes, seed=number))
-        for index, request in enumerate(requests):
-            if index % 10 == 0:
-                done = f"round {number + 1}, {index} of {len(requests)} requests, {time.monotonic() - begin:.0f} s"
-                say(f"warming up: {done}: {request.what}")
-            for client in clients:
-                refused += not _answered(client, model, request, deadline, pause)
-        pause(PROOF_PAUSE_S)
+        groups = {name: each for name, each in groups_for(shapes, seed=number).items() if name in again}
+        again = []
+        for name, requests in groups.items():
+            began = time.monotonic()
+            say(f"warming up: round {number + 1}, {len(requests)} requests: {name}, {began - begin:.0f} s")
+            for request in requests:
+                refused += not _answered(clients, model, request, deadline, pause)
+            sent += len(requests)
+            group_s[name] = group_s.get(name, 0.0) + time.monotonic() - began
+            now = compiled()
+            if now != before:
+                again.append(name)
+            before = now
+        pause(SETTLE_S)
         now = compiled()
-        settled = now == before and time.monotonic() < deadline
-        if settled or time.monotonic() >= deadline:
-            break
+        if now != before:
+            # It was seen too late to tell which of them needed it.
+            again = groups.keys()
         before = now
-    return WarmUpResult(seconds=time.monotonic() - begin, compiled=compiled() - first, settled=settled, refused=refused)
+        if not again or time.monotonic() >= deadline:
+            break
+    return WarmUpResult(
+        seconds=time.monotonic() - begin, compiled=before - first, settled=not again and time.monotonic() < deadline,
+        refused=refused, requests=sent, group_s=group_s,
+    )  # fmt: skip
 
 
-def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
-    """Yield the requests of a round: decode batches, prompts of many lengths, sampling, streams, both at once."""
+def groups_for(shapes: Shapes, *, seed: int) -> dict[str, list[Request]]:
+    """Return the requests of a round, by what they bring: decode batches, ways to sample, prompts of many lengths, a
+    stream, prompts beside requests that decode.
+    """
     prompts = Prompts(seed)
     room = shapes.max_model_len - 8
-    for batch in _batches(shapes.max_num_seqs):
-        length = max(1, min(5, room))
-        yield Request(what=f"{batch} requests at once", body=_body([prompts.of(length) for _ in range(batch)], 4))
+    longest = max(1, min(room, _LONGEST))
+    groups = {
+        "decode batches": list(_decode_batches(shapes, prompts, room)),
+        "sampling": list(_sampled(shapes, prompts, room)),
+        "prompts": list(_prompts(shapes, prompts, longest)),
+        "prompts beside decoding": list(_mixed(shapes, prompts, room)),
+    }
+    if longest > 2 * shapes.max_num_batched_tokens:
+        # Last: on a slow machine it takes what is left of the time.
+        long = Request(what=f"a long context of {longest} tokens", body=_body([prompts.of(longest)], 4))
+        groups["a long context"] = [long]
+    return groups
+
+
+def _decode_batches(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
+    batches = _batches(shapes.max_num_seqs, shapes.captured)
+    for batch in batches:
+        # The first token is of the prompt.
+        body = _body([prompts.of(max(1, min(5, room))) for _ in range(batch)], 1 + COMPARED_REPLAYS)
+        yield Request(what=f"{batch} requests at once", body=body)
     if shapes.drafts and room >= _REPEATED * _REPEATS:
-        for batch in _batches(shapes.max_num_seqs):
+        for batch in batches:
             repeated = [prompts.of(_REPEATED) * _REPEATS for _ in range(batch)]
             yield Request(what=f"{batch} requests that repeat themselves", body=_body(repeated, 8))
-    for settings in _SAMPLING:
-        for batch in {1, min(3, shapes.max_num_seqs)}:
-            body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 4), **settings}
-            yield Request(what=f"sampling with {', '.join(settings)}", body=body)
-    longest = max(1, min(room, _LONGEST))
-    for length in _lengths(min(longest, 2 * shapes.max_num_batched_tokens)):
+
+
+def _sampled(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
+    for settings, batches in ((_SAMPLING, (1,)), (_SAMPLED_TOGETHER, _TOGETHER)):
+        for batch in sorted({min(batch, shapes.max_num_seqs) for batch in batches}):
+            for each in settings:
+                body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 3), **each}
+                yield Request(what=f"{batch} requests with {', '.join(each)}", body=body)
+
+
+def _prompts(shapes: Shapes, prompts: Prompts, longest: int) -> Iterator[Request]:
+    for length in _lengths(min(longest, 2 * shapes.max_num_batched_tokens), shapes.captured):
         yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2))
-    yield Request(what="a stream", body=_body([prompts.of(max(1, min(9, room)))], 8) | {"stream": True})
-    for length in _lengths(min(room, shapes.max_num_batched_tokens))[-3:]:
+    yield Request(what="a stream", body=_body([prompts.of(min(9, longest))], 8) | {"stream": True})
+
+
+def _mixed(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
+    for length in _lengths(min(room, shapes.max_num_batched_tokens), shapes.captured)[-3:]:
         few = [prompts.of(max(1, min(7, room))) for _ in range(min(4, shapes.max_num_seqs))]
-        decoded = _body(few, max(1, min(32, room - 7))) | {"ignore_eos": True}
+        decoded = _body(few, max(1, min(24, room - 7)))
         yield Request(
             what=f"a prompt of {length} tokens while others decode", body=_body([prompts.of(length)], 2), beside=decoded
         )
-    # Last: on a slow machine it takes what is left of the time.
-    yield Request(what=f"a long context of {longest} tokens", body=_body([prompts.of(longest)], 4))
 
 
 _SAMPLING: tuple[Mapping[str, Any], ...] = (
@@ -156,12 +205,26 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "seed": 7},
     {"repetition_penalty": 1.1},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logprobs": 0},
     {"logprobs": 5},
+    {"logprobs": 20},
+    {"prompt_logprobs": 1},
     {"temperature": 0.8, "n": 2},
     {"logit_bias": {"11": 1.0}},
     {"min_tokens": 2, "stop": ["no such end"]},
     {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.05, "logprobs": 2, "seed": 1},
 )
+
+
+_SAMPLED_TOGETHER: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.05, "logprobs": 2, "seed": 1},
+    {"temperature": 0.8, "min_p": 0.05, "logit_bias": {"11": 1.0}, "min_tokens": 2, "presence_penalty": 0.5},
+)
+_TOGETHER = (9, 16)
+"""From eight requests on vLLM takes kernels of its own for top_k and top_p, each of both for itself; kernels are
+compiled apart for numbers that divide by 16."""
 
 
 class Prompts:
@@ -179,32 +242,40 @@ def _body(prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
     return {"prompt": list(prompts), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
-def _batches(most: int) -> list[int]:
-    """Return decode batches: powers of two, one more than those, and the largest."""
+def _batches(most: int, captured: int) -> list[int]:
+    """Return decode batches: powers of two, one more than those, and the largest. What a graph holds is compiled, and
+    around it a batch of more than 17 is like one of 17.
+    """
     powers = [2**power for power in range(12) if 2**power < most]
-    return sorted({1, most, *powers, *(power + 1 for power in powers if 2 < power < most)})
+    more = {power + 1 for power in powers if 2 < power < most}
+    return sorted({1, most, *powers, *(batch for batch in more if batch <= 17 or batch > captured)})
 
 
-def _lengths(most: int) -> list[int]:
-    """Return lengths of prompts: powers of two, some tokens more, and the longest. Kernels are compiled apart for
-    numbers that divide by 16.
+def _lengths(most: int, captured: int) -> list[int]:
+    """Return lengths of prompts: powers of two, some tokens more, half as much again, and the longest.
+
+    Kernels are compiled apart for numbers that divide by 16, and vLLM's tuned configurations change at powers of two
+    and between them. Between the shortest lengths and the largest graph there is nothing left to compile.
     """
     most = max(1, most)
     powers = [2**power for power in range(4, 20) if 2**power <= most]
-    return sorted({most, *powers, *(power + 5 for power in powers if power + 5 <= most)})
+    more = {length for power in powers for length in (power + 5, power * 3 // 2) if length <= most}
+    return sorted({most, *(length for length in (*powers, *more) if length <= 21 or length >= captured)})
 
 
 def _answered(
-    client: ServerClient, model: str, request: Request, deadline: float, pause: Callable[[float], None]
+    clients: Sequence[ServerClient], model: str, request: Request, deadline: float, pause: Callable[[float], None]
 ) -> bool:
-    """Send one request, and the one beside it before; return whether they were answered. `pause` may end the wait."""
+    """Send one request to every server, and the one beside it before; return whether all were answered. `pause` may end
+    the wait.
+    """
     left = deadline - time.monotonic()
     if left <= 0:
         return True
-    executor = concurrent.futures.ThreadPoolExecutor(2)
+    executor = concurrent.futures.ThreadPoolExecutor(2 * len(clients))
     sent = []
     for body in filter(None, (request.beside, request.body)):
-        sent.append(executor.submit(client.generate, {"model": model, **body}, timeout_s=left))
+        sent += [executor.submit(client.generate, {"model": model, **body}, timeout_s=left) for client in clients]
         if request.beside is not None:
             pause(AHEAD_S)
     # Not waited for: when a stop is asked for, the server's end answers what is on the way.

@@ -8,7 +8,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.warm_up import Shapes, WarmUpResult, warm_up
 from moe_optimizer.plan.decision import Status
-from moe_optimizer.plan.pass_params import SchedulerParams
+from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import read_proofs
 
@@ -34,6 +34,7 @@ def warm_up_deployment(
         max_num_batched_tokens=steps.max_num_batched_tokens,
         max_model_len=deployment.servers[0].client.max_model_len(),
         drafts=plan.decision("speculation").status is Status.ON,
+        captured=plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size,
     )
     clients = [service.client for service in services]
     return warm_up(clients, model, shapes, lambda: compilations(deployment), limit_s=limit_s, pause=pause, say=say)

@@ -23,6 +23,8 @@ PROOF_DIR = "proof"
 """Folder of the proof files, beside plan.json."""
 WARMING_FILE = "warming"
 """Lies beside plan.json while the launcher warms a server up: what runs until then is no user's traffic."""
+COMPARED_REPLAYS = 2
+"""Replays of each CUDA graph that a worker compares, so that a server that is warmed up has to replay as many."""
 DRAINING_FILE = "draining"
 """Lies beside plan.json once the launcher stops a server: it takes no new requests."""
 HEARTBEAT_QUERY = "?heartbeat"
@@ -30,8 +32,12 @@ HEARTBEAT_QUERY = "?heartbeat"
 UNFINISHED_METRIC = "moe_optimizer_unfinished_requests"
 """On the server's page of metrics: what its engines were given and have not ended, as the API server knows it."""
 _FLUSH_INTERVAL_S = 1.0
-_MAX_PROOF_BYTES = 64 << 20
 """Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""
+PROOF_PAUSE_S = 1.5
+"""Until a proof surely has what happened before."""
+WARMING_S = 0.2
+"""Chosen: between two writes while a server is warmed up, which waits for what its proofs say."""
+_MAX_PROOF_BYTES = 64 << 20
 
 logger = get_logger(__name__)
 
@@ -143,6 +149,8 @@ class CompilationProof:
     """
 
     before_ready: int = 0
+    loaded: int = 0
+    """Kernels of Triton that were found in its cache before the worker was ready: nothing was compiled for them."""
     after_ready: int = 0
     """Each let a request wait."""
     last: tuple[str, ...] = ()
@@ -196,6 +204,7 @@ class ProofWriter:
     def __init__(self, run_dir: Path, proof: Proof) -> None:
         self.proof = proof
         self.path = run_dir / PROOF_DIR / f"{proof.role}-{proof.rank}-{proof.pid}.json"
+        self._marker = run_dir / WARMING_FILE
         self._dirty = threading.Event()
         self._lock = threading.Lock()
         self._failed = False
@@ -230,7 +239,7 @@ class ProofWriter:
         while True:
             self._dirty.wait()
             self.write()
-            pause.wait(_FLUSH_INTERVAL_S)
+            pause.wait(WARMING_S if self._marker.exists() else _FLUSH_INTERVAL_S)
 
 
 def read_proofs(run_dir: Path) -> tuple[Proof, ...]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_optimizer.inspection.compiler_caches import cache_folders, cached_kernels
-from moe_optimizer.launcher.warm_up import PROOF_PAUSE_S
-from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.record import PROOF_PAUSE_S, read_proofs
 from moe_optimizer.proof.verdict import model_holders
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moe_optimizer.errors import described
+from moe_optimizer.proof.record import COMPARED_REPLAYS
 from moe_optimizer.vllm_plugin.experts.canary import failed, our_layers
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captured_graphs
@@ -31,9 +32,7 @@ _TOLERANCE = 1e-3
 """Chosen: relative difference of a row of hidden states, in the middle of the rows. The kernels are the same, so right
 graphs differ by nothing, or by what two runs without a graph differ by."""
 _NOISE = 4.0
-"""Chosen: a graph must differ by so many times what two runs without it do."""
-_TIMES = 2
-"""Chosen: replays of a graph that are compared; it is wrong where all of them are off."""
+"""Chosen: a graph must differ by so many times what two runs without it do, in each of the replays compared."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class _Compared:
     @property
     def complete(self) -> bool:
         """Whether enough replays were compared."""
-        return len(self.differences) == _TIMES
+        return len(self.differences) == COMPARED_REPLAYS
 
     @property
     def wrong(self) -> bool:

@@ -19,6 +19,8 @@ Usage: fake_server.py PORT BEHAVIOUR...
   countless   publish no counts
   compile     compile something for each new shape of a completion
   restless    compile something for every completion
+  sampler     compile something for the first completion with top_k
+  count       count what it compiles, which is nothing
   stall       have a request with which it gets nowhere
   pause       say that it is paused
   killed      say that a process of its own was killed and end with status 0, when it has named its model
@@ -128,22 +130,29 @@ def write_canary(canary: str, why_not: str = "") -> None:
     ProofWriter(folder, proof).write()
 
 
-_shapes: list[object] = []
+_compiled: list[object] = []
+COUNTING = {"compile", "restless", "sampler", "count"}
 
 
-def compile_for(body: dict[str, Any], *, anew: bool) -> None:
+def compile_for(body: dict[str, Any], behaviour: set[str]) -> None:
     """Count in the proof what a completion compiles; the log says whether it is of a warm-up."""
     from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, ProofWriter, read_proofs
 
     folder = Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent
     print("warming" if (folder / WARMING_FILE).exists() else "serving", flush=True)
     prompts = body["prompt"]
-    shape = [len(prompts), len(prompts[0]), sorted(body)]
-    if shape in _shapes and not anew:
+    shape: object = [len(prompts), len(prompts[0]), sorted(body)]
+    if "restless" in behaviour:
+        shape = len(_compiled)
+    elif "sampler" in behaviour:
+        shape = "a sampler" if "top_k" in body else None
+    elif "count" in behaviour:
+        shape = None
+    if shape is None or shape in _compiled:
         return
-    _shapes.append(shape)
+    _compiled.append(shape)
     (proof,) = read_proofs(folder)
-    proof.compilations = CompilationProof(before_ready=len(_shapes))
+    proof.compilations = CompilationProof(before_ready=len(_compiled))
     ProofWriter(folder, proof).write()
 
 
@@ -213,8 +222,8 @@ class Server:
             print("RequiredNotAppliedError: a graph", flush=True)
             os._exit(1)
         self.asked += 1
-        if self.behaviour & {"compile", "restless"}:
-            compile_for(body, anew="restless" in self.behaviour)
+        if self.behaviour & COUNTING:
+            compile_for(body, self.behaviour)
         if "mute" in self.behaviour:
             print("asked", flush=True)
             time.sleep(600)

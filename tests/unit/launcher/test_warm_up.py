@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import launch, warm_up
-from moe_optimizer.launcher.warm_up import Shapes, requests_for
+from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.warm_up import Shapes, groups_for
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import WARMING_FILE
 from tests.served_until import serve
@@ -24,7 +27,7 @@ SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
 @pytest.fixture
 def fake(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Makes a plan of a stand-in with some behaviours, for four requests at once."""
-    monkeypatch.setattr(warm_up, "PROOF_PAUSE_S", 0.1)
+    monkeypatch.setattr(warm_up, "SETTLE_S", 0.1)
     monkeypatch.setattr(warm_up, "AHEAD_S", 0.0)
     return functools.partial(fake, batch_size=4)
 
@@ -55,6 +58,50 @@ def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Fake, 
     assert result < ready
     assert "stopped before" not in said[result]
     assert any(line.startswith("warming up: round 2") for line in said), "the first round compiled something"
+
+
+def test_only_the_requests_in_which_something_compiled_are_sent_again(fake: Fake, tmp_path: Path) -> None:
+    said = served(fake("sampler"), tmp_path, 60.0)
+    (again,) = [line for line in said if line.startswith("warming up: round 2")]
+    assert "sampling" in again
+    assert not any(line.startswith("warming up: round 3") for line in said)
+
+
+def test_one_round_is_enough_where_nothing_compiles(fake: Fake, tmp_path: Path) -> None:
+    said = served(fake("count"), tmp_path, 60.0)
+    assert not any(line.startswith("warming up: round 2") for line in said)
+    (result,) = [line for line in said if line.startswith("warmed up in")]
+    assert f"{len(asked(Shapes(max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=64)))} requests" in result
+
+
+def test_what_shows_in_a_cache_only_after_the_answers_has_all_of_them_sent_again() -> None:
+    said: list[str] = []
+    pauses: list[float] = []
+    client = cast(ServerClient, SimpleNamespace(generate=lambda body, timeout_s: None))
+    result = warm_up.warm_up(
+        [client], "m", SHAPES, lambda: int(warm_up.SETTLE_S in pauses), limit_s=60.0, pause=pauses.append,
+        say=said.append,
+    )  # fmt: skip
+    groups = groups_for(SHAPES, seed=0)
+    assert [line.split(": ", 2)[2].partition(",")[0] for line in said] == [*groups, *groups]
+    assert result.settled
+    assert result.compiled == 1
+    assert result.requests == 2 * len(asked())
+
+
+def test_the_ledger_has_each_kind_of_request_as_a_part_of_the_warm_up(fake: Fake, tmp_path: Path) -> None:
+    infos: list[Any] = []
+
+    def on_ready(info: Any) -> None:
+        infos.append(info)
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        serve(fake("compile"), run_dir=tmp_path, warm_up_s=60.0, on_ready=on_ready, echo=lambda _line: None)
+    phases = infos[0].phases_s
+    parts = {name: seconds for name, seconds in phases.items() if name.startswith("warm-up: ")}
+    assert {"warm-up: sampling", "warm-up: prompts"} <= parts.keys()
+    assert sum(parts.values()) <= phases["warm-up"]
 
 
 def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Fake, tmp_path: Path) -> None:
@@ -114,20 +161,54 @@ def test_a_marker_of_an_earlier_run_is_removed(fake: Fake, tmp_path: Path) -> No
         assert not (tmp_path / WARMING_FILE).exists()
 
 
-def asked(shapes: Shapes = SHAPES) -> list[warm_up.Request]:
-    return list(requests_for(shapes, seed=0))
+def asked(shapes: Shapes = SHAPES, *, seed: int = 0) -> list[warm_up.Request]:
+    return list(itertools.chain.from_iterable(groups_for(shapes, seed=seed).values()))
 
 
 def test_decode_batches_go_up_to_the_largest() -> None:
-    batches = {len(each.body["prompt"]) for each in asked() if each.what.endswith("at once")}
-    assert {1, 2, 4, 5, 8} <= batches
-    assert max(batches) == 8
+    assert at_once(SHAPES) == [1, 2, 4, 5, 8]
+
+
+def at_once(shapes: Shapes) -> list[int]:
+    return [len(each.body["prompt"]) for each in asked(shapes) if each.what.endswith("at once")]
+
+
+def prompt_lengths(shapes: Shapes) -> list[int]:
+    return [
+        len(each.body["prompt"][0]) for each in asked(shapes) if each.what.startswith("a prompt of") and not each.beside
+    ]
+
+
+def test_what_graphs_hold_is_asked_at_fewer_sizes_and_what_they_do_not_at_all() -> None:
+    large = Shapes(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192)
+    captured = dataclasses.replace(large, captured=512)
+    assert at_once(captured) == [1, 2, 4, 5, 8, 9, 16, 17, 32, 64, 128, 256]
+    assert set(at_once(large)) - set(at_once(captured)) == {33, 65, 129}
+    assert prompt_lengths(captured)[:2] == [16, 21]
+    assert [length for length in prompt_lengths(captured) if length >= 512] == [
+        length for length in prompt_lengths(large) if length >= 512
+    ]
+    assert {64, 96, 256} <= set(prompt_lengths(large)) - set(prompt_lengths(captured))
+
+
+@pytest.mark.parametrize("names", [{"top_p"}, {"top_k"}, {"top_p", "top_k"}])
+def test_vllms_sampling_kernels_from_eight_requests_on_are_asked_for(names: set[str]) -> None:
+    shapes = dataclasses.replace(SHAPES, max_num_seqs=64)
+    batches = {len(each.body["prompt"]) for each in asked(shapes) if each.body.keys() & {"top_p", "top_k"} == names}
+    # Compiled apart for numbers that divide by 16.
+    assert any(batch >= 8 and batch % 16 for batch in batches)
+    assert any(batch % 16 == 0 for batch in batches)
 
 
 def test_prompts_go_up_to_two_steps_and_past_multiples_of_16() -> None:
-    lengths = {len(each.body["prompt"][0]) for each in asked() if each.what.startswith("a prompt of")}
-    assert {16, 21, 256, 261, 512} <= lengths
+    lengths = prompt_lengths(SHAPES)
+    assert {16, 21, 24, 256, 261, 384, 512} <= set(lengths)
     assert max(lengths) == 512
+
+
+def test_a_context_that_is_no_longer_than_the_prompts_is_not_asked_twice() -> None:
+    lengths = [len(each.body["prompt"][0]) for each in asked(dataclasses.replace(SHAPES, max_model_len=500))]
+    assert lengths.count(492) == 1
 
 
 @pytest.mark.parametrize(("length", "asked_for"), [(600, 592), (200_000, 32_768)])
@@ -137,7 +218,19 @@ def test_a_context_as_long_as_the_model_takes_comes_last(length: int, asked_for:
 
 
 @pytest.mark.parametrize(
-    "name", ["top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "logprobs", "n", "stream"]
+    "name",
+    [
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "presence_penalty",
+        "logprobs",
+        "n",
+        "stream",
+        "prompt_logprobs",
+    ],
 )
 def test_every_way_to_sample_is_asked(name: str) -> None:
     assert any(name in each.body for each in asked())
@@ -156,7 +249,7 @@ def test_nothing_is_longer_than_the_model_takes(length: int) -> None:
 
 
 def test_no_prompt_is_in_the_prefix_cache_of_an_earlier_round() -> None:
-    first, second = ({str(each.body["prompt"]) for each in requests_for(SHAPES, seed=seed)} for seed in (0, 1))
+    first, second = ({str(each.body["prompt"]) for each in asked(seed=seed)} for seed in (0, 1))
     assert not first & second
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,56 @@ def test_an_event_of_vllms_monitor_is_counted_and_passed_on(session: PluginSessi
     JIT_EVENTS.replacement(lambda **event: passed.append(event))(**event)
     assert passed == [event]
     assert counts(session) == (1, 0)
+
+
+def found_in_its_cache(listener: Any, kernel: str, *, hit: bool) -> None:
+    """Tell what Triton 3.6 tells of a kernel right before its hook, which is vLLM's monitor."""
+    listener(src=SimpleNamespace(name=kernel), metadata={}, metadata_group={}, times=None, cache_hit=hit)
+    name = f"Kernels.{kernel}"
+    JIT_EVENTS.replacement(lambda **event: None)(backend="Triton", event="kernel JIT compilation", fn_name=name)
+
+
+@pytest.fixture
+def listener(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Triton's, once the worker watches."""
+    knobs = SimpleNamespace(compilation=SimpleNamespace(listener=None))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    compilations._follow_triton(watch)
+    return knobs.compilation.listener
+
+
+def test_a_kernel_that_triton_finds_in_its_cache_is_not_compiled(session: PluginSession, listener: Any) -> None:
+    found_in_its_cache(listener, "one", hit=True)
+    found_in_its_cache(listener, "two", hit=False)
+    assert counts(session) == (1, 0)
+    assert session.proof.compilations == CompilationProof(before_ready=1, loaded=1)
+
+
+def test_a_kernel_of_another_name_was_not_what_triton_found(session: PluginSession, listener: Any) -> None:
+    found_in_its_cache(listener, "one", hit=True)
+    JIT_EVENTS.replacement(lambda **event: None)(backend="Triton", event="kernel JIT compilation", fn_name="two")
+    JIT_EVENTS.replacement(lambda **event: None)(backend="TileLang", event="JIT compilation", fn_name="one")
+    assert session.proof.compilations == CompilationProof(before_ready=2, loaded=1)
+
+
+def test_after_ready_a_request_waited_for_a_kernel_in_the_cache_too(
+    session: PluginSession, watch: CompilationWatch, listener: Any
+) -> None:
+    watch.step(STEP)
+    found_in_its_cache(listener, "one", hit=True)
+    assert counts(session) == (0, 1)
+    assert session.proof.compilations is not None
+    assert "found in the cache" in session.proof.compilations.last[0]
+
+
+def test_the_launcher_reads_what_a_request_of_a_warm_up_compiled_as_soon_as_it_is_answered(
+    session: PluginSession, watch: CompilationWatch, tmp_path: Path
+) -> None:
+    (tmp_path / WARMING_FILE).touch()
+    watch.step(STEP)
+    watch.compiled("a graph")
+    (proof,) = read_proofs(tmp_path)
+    assert proof.compilations == CompilationProof(before_ready=1)
 
 
 def worker(rank: int, proof: CompilationProof | None) -> Proof:
