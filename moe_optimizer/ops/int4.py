@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops.four_bit_codes import CODES_PER_BYTE, check_weight, groups_of_rows, pack_pairs, unpack_pairs
+from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.specs.expert_formats import INT4_GROUPS
 
 CODE_DTYPE = torch.uint8
@@ -59,22 +60,33 @@ class Int4Weight(NamedTuple):
         return Int4Weight(self.codes[index], self.scale[index], zero)
 
 
-def why_not_int4(weight: Int4Weight) -> str | None:
-    """Return what of a weight is not as `Int4Weight` says ("scale: got .., expected .."), or None."""
+def check_int4(
+    check: TensorChecks, weight: Int4Weight, names: tuple[str, str, str] = ("codes", "scale", "zero")
+) -> None:
+    """Check that a weight is as `Int4Weight` says, one expert or several.
+
+    Args:
+        check: of the op.
+        weight: what it was given.
+        names: of the tensors, for the error.
+
+    Raises:
+        TensorContractError: it is not.
+    """
     codes, scale, zero = weight
-    if codes.dtype != CODE_DTYPE or codes.dim() not in (2, 3):
-        return f"codes: got {codes.dtype} {list(codes.shape)}, expected {CODE_DTYPE} [N, K / 2] or [E, N, K / 2]"
-    if scale.dtype not in SCALE_DTYPES:
-        return f"scale: got {scale.dtype}, expected {' or '.join(map(str, SCALE_DTYPES))}"
-    possible = [[*codes.shape[:-1], weight.columns // group] for group in GROUPS if weight.columns % group == 0]
-    if not possible:
-        return f"codes: got {weight.columns} columns, expected a multiple of {GROUPS[0]}"
-    if list(scale.shape) not in possible:
-        shapes = " or ".join(map(str, possible))
-        return f"scale: got shape {list(scale.shape)}, expected {shapes} for groups of {', '.join(map(str, GROUPS))}"
-    if zero is not None and (zero.dtype != CODE_DTYPE or zero.shape != scale.shape):
-        return f"zero: got {zero.dtype} {list(zero.shape)}, expected {CODE_DTYPE} {list(scale.shape)}"
-    return None
+    check.dtype(names[0], codes, CODE_DTYPE)
+    if codes.dim() not in (2, 3):
+        raise check.error(names[0], "dimensions", list(codes.shape), "[N, K / 2] or [E, N, K / 2]")
+    check.dtype(names[1], scale, *SCALE_DTYPES)
+    groups = [weight.columns // group for group in GROUPS if weight.columns % group == 0]
+    if not groups:
+        raise check.error(names[0], "columns", weight.columns, f"a multiple of {GROUPS[0]}, which share a scale")
+    check.shape(names[1], scale, *codes.shape[:-1], f"groups of {names[0]}")
+    if scale.shape[-1] not in groups:
+        raise check.error(names[1], f"dim {scale.dim() - 1}", scale.shape[-1], " or ".join(map(str, groups)))
+    if zero is not None:
+        check.dtype(names[2], zero, CODE_DTYPE)
+        check.shape(names[2], zero, *scale.shape)
 
 
 def quantize_int4(
@@ -124,9 +136,7 @@ def dequantize_int4(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> T
 
     Numerics: float32 and float64 hold every weight exactly: a difference of at most 15 times 11 bits of a scale.
     """
-    problem = why_not_int4(weight)
-    if problem:
-        raise TensorContractError(f"dequantize_int4: {problem}")
+    check_int4(TensorChecks("dequantize_int4"), weight)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     codes = unpack_pairs(weight.codes).unflatten(-1, (-1, weight.group)).to(exact)
     zero = SYMMETRIC_ZERO if weight.zero is None else weight.zero.unsqueeze(-1).to(exact)

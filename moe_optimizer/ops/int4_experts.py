@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import _load, cpu_calls, cuda_dispatch, reference
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
-from moe_optimizer.ops.int4 import CODE_DTYPE, GROUPS, SCALE_DTYPES, Int4Weight
+from moe_optimizer.ops.int4 import Int4Weight, check_int4
 from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, Fields, experts_fields
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
@@ -101,7 +101,8 @@ def check_int4_inputs(inputs: Int4Inputs, out: Tensor | None = None) -> None:
     check.bind("H / 2", x.shape[1] // 2, "half of x dim 1")
     check.shape("w13", w13.codes, "E", "2I", "H / 2")
     for name, weight in (("w13", w13), ("w2", w2)):
-        _check_weight(check, name, weight)
+        check_int4(check, weight, (name, f"{name}_scale", f"{name}_zero"))
+        check.contiguous_rows(name, weight.codes)
     check.routing(inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
     for name, bias, rows in (("w13_bias", inputs.w13_bias, "2I"), ("w2_bias", inputs.w2_bias, "H")):
         if bias is not None:
@@ -110,23 +111,6 @@ def check_int4_inputs(inputs: Int4Inputs, out: Tensor | None = None) -> None:
     if out is not None:
         check.tokens("out", out, x.dtype)
     check.devices(inputs._asdict() | {"out": out}, x.device)
-
-
-def _check_weight(check: TensorChecks, name: str, weight: Int4Weight) -> None:
-    codes, scale, zero = weight
-    check.dtype(name, codes, CODE_DTYPE)
-    check.contiguous_rows(name, codes)
-    experts, rows, _ = codes.shape
-    check.dtype(f"{name}_scale", scale, *SCALE_DTYPES)
-    groups = [weight.columns // group for group in GROUPS if weight.columns % group == 0]
-    if not groups:
-        raise check.error(name, "columns", weight.columns, f"a multiple of {GROUPS[0]}, which share a scale")
-    check.shape(f"{name}_scale", scale, experts, rows, "groups of " + name)
-    if scale.shape[2] not in groups:
-        raise check.error(f"{name}_scale", "dim 2", scale.shape[2], " or ".join(map(str, groups)))
-    if zero is not None:
-        check.dtype(f"{name}_zero", zero, CODE_DTYPE)
-        check.shape(f"{name}_zero", zero, *scale.shape)
 
 
 def run_int4(inputs: Int4Inputs, out: Tensor, *, isa: str = "") -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops.four_bit_codes import pack_pairs, unpack_pairs
-from moe_optimizer.ops.int4 import CODE_DTYPE, SYMMETRIC_ZERO, Int4Weight, why_not_int4
+from moe_optimizer.ops.int4 import CODE_DTYPE, SYMMETRIC_ZERO, Int4Weight, check_int4
+from moe_optimizer.ops.tensor_check import TensorChecks
 
 CODES_PER_WORD = 8
 _NATURAL = tuple(range(CODES_PER_WORD))
@@ -57,7 +58,7 @@ def from_gptq(
     _check_ranks("from_gptq", qweight.dim(), scales=scales, qzeros=qzeros)
     codes = _bytes_of(qweight.transpose(-1, -2))
     weight = Int4Weight(codes, scales.transpose(-1, -2).contiguous())
-    _check("from_gptq", weight)
+    check_int4(TensorChecks("from_gptq"), weight)
     refuse_act_order(g_idx, weight.columns, weight.group)
     if qzeros is None:
         return weight
@@ -87,7 +88,7 @@ def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> I
     _check_ranks("from_awq", qweight.dim(), scales=scales, qzeros=qzeros)
     codes = pack_pairs(_words_along_rows(qweight, _AWQ_ORDER)).contiguous()
     weight = Int4Weight(codes, scales.transpose(-1, -2).contiguous())
-    _check("from_awq", weight)
+    check_int4(TensorChecks("from_awq"), weight)
     return weight if qzeros is None else _with_zero("from_awq", weight, _words_along_rows(qzeros, _AWQ_ORDER))
 
 
@@ -122,7 +123,7 @@ def from_compressed_tensors(
         weight_zero_point=weight_zero_point,
     )
     weight = Int4Weight(_bytes_of(weight_packed), weight_scale.contiguous())
-    _check("from_compressed_tensors", weight)
+    check_int4(TensorChecks("from_compressed_tensors"), weight)
     refuse_act_order(weight_g_idx, weight.columns, weight.group)
     if weight_zero_point is None:
         return weight
@@ -164,14 +165,8 @@ def _with_zero(reader: str, weight: Int4Weight, zero: Tensor) -> Int4Weight:
     if zero.shape == weight.scale.shape and bool((zero == SYMMETRIC_ZERO).all()):
         return weight
     weight = weight._replace(zero=zero.contiguous())
-    _check(reader, weight)
+    check_int4(TensorChecks(reader), weight)
     return weight
-
-
-def _check(reader: str, weight: Int4Weight) -> None:
-    problem = why_not_int4(weight)
-    if problem:
-        raise TensorContractError(f"{reader}: {problem}")
 
 
 def _check_words(reader: str, **tensors: Tensor | None) -> None:

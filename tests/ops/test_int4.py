@@ -140,12 +140,12 @@ def test_what_cannot_be_quantised_is_refused(weight: Tensor, group: int, message
 
 def test_scales_and_zero_points_of_another_matrix_are_refused() -> None:
     weight = quantize_int4(torch.ones(4, 64), 32, zero_points=True)
-    with pytest.raises(TensorContractError, match=r"scale: got shape \[4, 3\]"):
+    with pytest.raises(TensorContractError, match="scale dim 1: got 3, expected 2 or 1"):
         dequantize_int4(weight._replace(scale=weight.scale[:, :1].repeat(1, 3)))
-    with pytest.raises(TensorContractError, match=r"scale: got torch.float32"):
+    with pytest.raises(TensorContractError, match=r"scale dtype: got torch\.float32"):
         dequantize_int4(weight._replace(scale=weight.scale.float()))
     assert weight.zero is not None
-    with pytest.raises(TensorContractError, match="zero: got"):
+    with pytest.raises(TensorContractError, match="zero dim 1: got 1, expected 2"):
         dequantize_int4(weight._replace(zero=weight.zero[:, :1]))
 
 
@@ -237,9 +237,9 @@ def test_stored_tensors_of_other_dtypes_and_shapes_are_refused() -> None:
     codes, scale = words(integers(16, 64)), scales(16, 2)
     with pytest.raises(TensorContractError, match="weight_packed: got"):
         from_compressed_tensors(codes.long(), scale)
-    with pytest.raises(TensorContractError, match=r"scale: got shape"):
+    with pytest.raises(TensorContractError, match="scale dim 1: got 5, expected 2 or 1"):
         from_compressed_tensors(codes, scale[:, :1].repeat(1, 5))
     with pytest.raises(TensorContractError, match="scales: got shape"):
         from_gptq(codes.T.contiguous(), scale[0])
-    with pytest.raises(TensorContractError, match="zero: got"):
+    with pytest.raises(TensorContractError, match="zero dim 1: got 1, expected 2"):
         from_awq(words(integers(64, 16)), scale.T.contiguous(), words(integers(1, 16)))

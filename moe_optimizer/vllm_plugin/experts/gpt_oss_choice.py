@@ -2,7 +2,7 @@
 
 vLLM picks a backend by the device and then prepares the weights for it: Triton's swizzles them, Marlin's repacks and
 pads them, the CPU's packs them for AMX. Only its emulation leaves them as they were loaded, with sizes rounded to 32 at
-most. Where our class computes a layer, vLLM is told that backend, with our class instead of the emulation's.
+most.
 """
 
 from __future__ import annotations
@@ -11,57 +11,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
-from moe_optimizer.vllm_plugin.experts.kernel_choice import offered_classes
+from moe_optimizer.vllm_plugin.experts.stored_choice import choosing, keep_first_kernel, offered
 from moe_optimizer.vllm_plugin.patch import Patch
-from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
+from moe_optimizer.vllm_plugin.session import PluginSession
 
 _METHOD = "gpt_oss_mxfp4"
 """vLLM's name of the quantisation of gpt-oss's checkpoints."""
-_KEPT = "moe_optimizer_kernel"
-"""Attribute of a layer's method: the kernel object that captured and compiled graphs call."""
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def select_mxfp4_moe_backend(config: Any, activation_key: Any = None) -> Any:
-        try:
-            ours = _our_class(config) if activation_key is None else None
-        except RequiredNotAppliedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
-            session = current_session()
-            assert session is not None, "without one nothing is tried"
-            session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
-            ours = None
-        if ours is None:
-            return original(config, activation_key)
-        from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
-
-        return Mxfp4MoeBackend.EMULATION, ours
-
-    return select_mxfp4_moe_backend
-
-
-def _our_class(config: Any) -> type | None:
+def _our_class(session: PluginSession, config: Any, activation_key: Any = None) -> type | None:
     """Return our class for a layer of gpt-oss; None where the plan has none, or it does not compute this layer."""
-    session = current_session()
-    if session is None:
-        return None
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
-    from vllm.platforms import current_platform
 
     quantization = get_current_vllm_config().quant_config
-    if quantization is None or quantization.get_name() != _METHOD or config.moe_backend != "auto":
+    if activation_key is not None or quantization is None or quantization.get_name() != _METHOD:
         return None
-    load = _cpu_class if current_platform.is_cpu() else _cuda_class
-    for ours in offered_classes(session, load, load().stock_classes):
-        standard = mk.FusedMoEActivationFormat.Standard
-        if ours.is_supported_config(ours, config, kMxfp4Static, None, standard)[0]:
-            return ours
-    return None
+    return offered(session, config, kMxfp4Static, cpu=_cpu_class, cuda=_cuda_class)
+
+
+def _emulation() -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+
+    return Mxfp4MoeBackend.EMULATION
 
 
 def _cpu_class() -> Any:
@@ -81,18 +53,11 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
 
-        held = getattr(self, _KEPT, None)
         original(self, layer)
-        experts = getattr(self.moe_kernel, "fused_experts", None)
-        if not isinstance(experts, MoeOptimizerExperts):
-            return
-        _widen_biases(layer)
-        if held is not None:
-            # New weights: vLLM copies them into the tensors that the first kernel reads.
-            self.moe_kernel, self.moe_quant_config = held
-            return
-        experts.finish_loading(layer)
-        setattr(self, _KEPT, (self.moe_kernel, self.moe_quant_config))
+        if isinstance(getattr(self.moe_kernel, "fused_experts", None), MoeOptimizerExperts):
+            _widen_biases(layer)
+            made = self.moe_kernel, self.moe_quant_config
+            keep_first_kernel(self, layer, lambda: made)
 
     return process_weights_after_loading
 
@@ -120,7 +85,7 @@ GPT_OSS_CHOICE = Patch(
         "0.32": "dea28364ed3aced2",
         "0.33": "bad74664caae6006",
     },
-    replacement=_choosing,
+    replacement=choosing(_our_class, _emulation),
 )
 GPT_OSS_LOADED = Patch(
     target="vllm.model_executor.layers.quantization.mxfp4:GptOssMxfp4MoEMethod.process_weights_after_loading",

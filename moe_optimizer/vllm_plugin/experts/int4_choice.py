@@ -1,9 +1,8 @@
 """Has vLLM load the experts of INT4 checkpoints for our kernels: GPTQ without act-order, AWQ, compressed-tensors.
 
-vLLM picks a backend from a fixed list, and the method of the checkpoint then repacks the weights for it; its emulation
-turns them into BF16. Where our class computes a layer, the method is told the emulation's name, which leaves sizes as
-they are, with our class in place of its own. What the method does after loading is replaced: our readers put the same
-integers in the order that our kernels read, and the kernel object of the first load is kept when weights come again.
+vLLM's method of the checkpoint repacks the weights for the backend that was picked; its emulation turns them into BF16.
+What the method does after loading is replaced where our class computes the layer: our readers put the same integers in
+the order that our kernels read, and the kernel object of the first load is kept when weights come again.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.specs.expert_formats import INT4
-from moe_optimizer.vllm_plugin.experts.kernel_choice import offered_classes
+from moe_optimizer.vllm_plugin.experts.stored_choice import choosing, keep_first_kernel, offered
 from moe_optimizer.vllm_plugin.experts.weight_format_int4_stored import (
     awq_weights,
     compressed_tensors_weights,
@@ -22,60 +20,29 @@ from moe_optimizer.vllm_plugin.experts.weight_format_int4_stored import (
     hold,
 )
 from moe_optimizer.vllm_plugin.patch import Patch, PatchState, patch_reports
-from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
+from moe_optimizer.vllm_plugin.session import PluginSession
 
 if TYPE_CHECKING:
     from moe_optimizer.vllm_plugin.experts.weight_format_int4_stored import Reader
 
-_KEPT = "moe_optimizer_kernel"
-"""Attribute of a layer's method: the kernel object that captured and compiled graphs call."""
 _ORACLE = "vllm.model_executor.layers.fused_moe.oracle.int_wna16"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def select_wna16_moe_backend(config: Any, weight_key: Any, *arguments: Any, **named: Any) -> Any:
-        try:
-            ours = _our_class(config, weight_key)
-        except RequiredNotAppliedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
-            session = current_session()
-            assert session is not None, "without one nothing is tried"
-            session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
-            ours = None
-        if ours is None:
-            return original(config, weight_key, *arguments, **named)
-        from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
-
-        return WNA16MoEBackend.EMULATION, ours
-
-    return select_wna16_moe_backend
-
-
-def _our_class(config: Any, weight_key: Any) -> type | None:
+def _our_class(session: PluginSession, config: Any, weight_key: Any, *_arguments: Any, **_named: Any) -> type | None:
     """Return our class for a layer of an INT4 checkpoint; None where the plan has none, or it does not compute it."""
-    session = current_session()
-    if session is None or config.moe_backend != "auto":
-        return None
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.platforms import current_platform
-
     from moe_optimizer.vllm_plugin.experts.int4_experts import is_int4
 
     if not is_int4(weight_key):
         return None
-    load = _cpu_class if current_platform.is_cpu() else _cuda_class
-    for ours in offered_classes(session, load, load().stock_classes):
-        if reason := _why_not_planned(session):
-            session.refused(EXPERTS_PASS, reason)
-            return None
-        standard = mk.FusedMoEActivationFormat.Standard
-        if ours.is_supported_config(ours, config, weight_key, None, standard)[0]:
-            return ours
-    return None
+    return offered(session, config, weight_key, cpu=_cpu_class, cuda=_cuda_class, why_not=_why_not_planned)
+
+
+def _emulation() -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+
+    return WNA16MoEBackend.EMULATION
 
 
 def _why_not_planned(session: PluginSession) -> str:
@@ -114,14 +81,7 @@ def _reading(read: Reader) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 original(self, layer)
                 return
             hold(self, layer, read)
-            held = getattr(self, _KEPT, None)
-            if held is not None:
-                # New weights: vLLM copies them into the tensors that the first kernel reads.
-                self.moe_kernel, self.moe_quant_config = held
-                return
-            self.moe_kernel, self.moe_quant_config = _kernel(self, layer)
-            self.moe_kernel.fused_experts.finish_loading(layer)
-            setattr(self, _KEPT, (self.moe_kernel, self.moe_quant_config))
+            keep_first_kernel(self, layer, lambda: _kernel(self, layer))
 
         return process_weights_after_loading
 
@@ -151,7 +111,7 @@ INT4_CHOICE = Patch(
     why="vLLM picks the kernel of INT4 experts from a fixed list, and has none for a processor without AMX",
     remove_when="vLLM lets out-of-tree MoE backends register (pull request 53897); the classes stay as they are",
     fingerprints={"0.26": "d3d1774df278ddc4", "0.27 to 0.30": "5e7fd7890414fbe2", "0.31 to 0.33": "310e722b4ad18012"},
-    replacement=_choosing,
+    replacement=choosing(_our_class, _emulation),
 )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
 
 from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
+from moe_optimizer.vllm_plugin.experts.stored import StoredExperts
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.session import current_session
 
 
-class MoeOptimizerStoredCpuExperts(MoeOptimizerCpuExperts):
+class MoeOptimizerStoredCpuExperts(StoredExperts, MoeOptimizerCpuExperts):
     """Experts in four bits as the checkpoint has them."""
 
     _biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -27,9 +27,6 @@ class MoeOptimizerStoredCpuExperts(MoeOptimizerCpuExperts):
         """FP32 [E, H], once the layer is loaded."""
         return self._biases[1]
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Do nothing: vLLM calls it, if at all, before the weights are as the kernel reads them."""
-
     def finish_loading(self, layer: Any) -> None:
         """Check the kernel on the layer's weights and enter it in the proof.
 
@@ -42,14 +39,6 @@ class MoeOptimizerStoredCpuExperts(MoeOptimizerCpuExperts):
         self._biases = self.stored_biases(layer)
         weights = self.stored_weights(layer)
         self.serve(session, layer, weights, loaded_bytes=weights.nbytes)
-
-    @abstractmethod
-    def stored_weights(self, layer: Any) -> KernelWeights:
-        """Return the weights of vLLM's layer as it holds them now."""
-
-    def stored_biases(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ARG002
-        """Return the biases of vLLM's layer: it has none."""
-        return None, None
 
     def keep(self, layer: Any, weights: KernelWeights) -> None:
         """The layer's parameters are the weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -14,6 +13,7 @@ from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
+from moe_optimizer.vllm_plugin.experts.stored import StoredExperts
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_decision, current_session
@@ -47,7 +47,7 @@ class NothingBeside:
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {_NOTHING_ELSE}", hint=_HINT)
 
 
-class MoeOptimizerStoredCudaExperts(MoeOptimizerCudaExperts):
+class MoeOptimizerStoredCudaExperts(StoredExperts, MoeOptimizerCudaExperts):
     """Experts in four bits as the checkpoint has them, at every number of tokens."""
 
     stock_classes: ClassVar[Any] = (NothingBeside,)
@@ -75,9 +75,6 @@ class MoeOptimizerStoredCudaExperts(MoeOptimizerCudaExperts):
         if getattr(moe_parallel_config, "enable_eplb", False):
             return False
         return MoeOptimizerCudaExperts._supports_parallel_config(moe_parallel_config)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Do nothing: vLLM calls it, if at all, before the weights are as the kernels read them."""
 
     def finish_loading(self, layer: Any) -> None:
         """Check our kernels on the layer's weights and enter it in the proof.
@@ -110,14 +107,6 @@ class MoeOptimizerStoredCudaExperts(MoeOptimizerCudaExperts):
             RequiredNotAppliedError: always.
         """
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: vLLM calls a layer before it is loaded", hint=_HINT)
-
-    @abstractmethod
-    def stored_weights(self, layer: Any) -> KernelWeights:
-        """Return the weights of vLLM's layer as it holds them now."""
-
-    def stored_biases(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ARG002
-        """Return the biases of vLLM's layer: it has none."""
-        return None, None
 
     def compute(self, call: VllmCall) -> Any:
         """Compute the routed experts of every token into `call.output`, or once vLLM names the output."""
