@@ -14,8 +14,9 @@ _PHASES: Mapping[str, re.Pattern[str]] = {
     "vLLM: kernels": re.compile(r"JIT kernel warmup finished in ([\d.]+)s"),
     "vLLM: graphs": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
     "vLLM: engine": re.compile(r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s"),
+    "vLLM: canary": re.compile(r"the canary of [1-9]\d* layers took ([\d.]+) s, before ready"),
 }
-"""Phase -> the line of vLLM's log that tells it. "engine" holds compiling, kernels and graphs, "weights" does not."""
+"""Phase -> the line of vLLM's log that tells it. "engine" holds all others but "weights"."""
 
 
 class StartUpLedger:

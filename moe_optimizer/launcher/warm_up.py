@@ -47,6 +47,8 @@ class Shapes:
     max_model_len: int
     drafts: bool = False
     """Whether steps check drafts, of which prompts that repeat themselves bring most."""
+    handed_over: bool = False
+    """Whether another server reads the prompts, so that nobody is asked for what is known while reading."""
     captured: int = 0
     """Tokens of a step up to which vLLM has captured graphs, and so compiled what they hold; 0: none are."""
 
@@ -175,7 +177,8 @@ def _decode_batches(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Req
 
 
 def _sampled(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
-    for settings, batches in ((_SAMPLING, (1,)), (_SAMPLED_TOGETHER, _TOGETHER)):
+    alone = [each for each in _SAMPLING if not (shapes.handed_over and "prompt_logprobs" in each)]
+    for settings, batches in ((alone, (1,)), (_SAMPLED_TOGETHER, _TOGETHER)):
         for batch in sorted({min(batch, shapes.max_num_seqs) for batch in batches}):
             for each in settings:
                 body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 3), **each}
@@ -212,6 +215,7 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "n": 2},
     {"logit_bias": {"11": 1.0}},
     {"min_tokens": 2, "stop": ["no such end"]},
+    {"response_format": {"type": "json_object"}},
     {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.05, "logprobs": 2, "seed": 1},
 )
 

@@ -34,6 +34,7 @@ def warm_up_deployment(
         max_num_batched_tokens=steps.max_num_batched_tokens,
         max_model_len=deployment.servers[0].client.max_model_len(),
         drafts=plan.decision("speculation").status is Status.ON,
+        handed_over=together,
         captured=plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size,
     )
     clients = [service.client for service in services]

@@ -12,6 +12,7 @@ start, the update or the server: compiled and captured graphs cannot go back to 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +67,7 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
         RequiredNotAppliedError: a layer is wrong.
     """
     worst, layers, sizes, shapes = CheckResult(0.0, ""), 0, set[int](), Counter[tuple[int, ...]]()
+    began = time.monotonic()
     try:
         with session.not_counting(), torch.inference_mode():
             for layer, experts in our_layers(model):
@@ -79,6 +81,7 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
     except NotCheckedError as error:
         not_run(session, when, str(error))
         return
+    logger.info("the canary of %d layers took %.2f s, %s", layers, time.monotonic() - began, when)
     if worst.reason:
         raise failed(session, when, worst.reason)
     if not layers:

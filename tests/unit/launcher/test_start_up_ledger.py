@@ -11,6 +11,8 @@ LOG = """\
 (Worker pid=2) [gpu_model_runner.py:5150] Model loading took 28.46 GiB memory and 10.500000 seconds
 (Worker pid=1) [monitor.py:20] torch.compile took 21.40 s in total
 (Worker pid=1) [gpu_model_runner.py:6582] Graph capturing finished in 117 secs, took 4.10 GiB
+moe-optimizer INFO: the canary of 48 layers took 2.31 s, before ready
+moe-optimizer INFO: the canary of 48 layers took 9.00 s, after a reload
 [core.py:403] init engine (profile, create kv cache, warmup model) took 150.20 s (compilation: 21.40 s)
 """
 
@@ -19,6 +21,7 @@ def test_vllms_own_phases_are_read_from_its_log_and_the_slowest_worker_counts(tm
     (tmp_path / "server.log").write_text(LOG)
     assert vllm_phases(tmp_path / "server.log") == {
         "vLLM: weights": 10.5, "vLLM: torch.compile": 21.4, "vLLM: graphs": 117.0, "vLLM: engine": 150.2,
+        "vLLM: canary": 2.31,
     }  # fmt: skip
 
 

@@ -230,10 +230,15 @@ def test_a_context_as_long_as_the_model_takes_comes_last(length: int, asked_for:
         "n",
         "stream",
         "prompt_logprobs",
+        "response_format",
     ],
 )
 def test_every_way_to_sample_is_asked(name: str) -> None:
     assert any(name in each.body for each in asked())
+
+
+def test_nobody_is_asked_about_a_prompt_that_another_server_reads() -> None:
+    assert not any("prompt_logprobs" in each.body for each in asked(dataclasses.replace(SHAPES, handed_over=True)))
 
 
 def test_prompts_are_put_beside_requests_that_decode() -> None:
