@@ -237,6 +237,14 @@ def test_every_way_to_sample_is_asked(name: str) -> None:
     assert any(name in each.body for each in asked())
 
 
+def test_a_prompt_with_a_seed_fits_into_a_step() -> None:
+    # vLLM's CPU build ends otherwise ("CPU Generator does not use offset").
+    asked_for = [
+        each.body["prompt"] for each in asked(dataclasses.replace(SHAPES, max_num_seqs=64)) if "seed" in each.body
+    ]
+    assert [sum(map(len, prompts)) for prompts in asked_for] == [9, 9]
+
+
 def test_nobody_is_asked_about_a_prompt_that_another_server_reads() -> None:
     assert not any("prompt_logprobs" in each.body for each in asked(dataclasses.replace(SHAPES, handed_over=True)))
 
