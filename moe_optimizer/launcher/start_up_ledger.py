@@ -18,6 +18,9 @@ _PHASES: Mapping[str, re.Pattern[str]] = {
 }
 """Phase -> the line of vLLM's log that tells it. "engine" holds all others but "weights"."""
 
+_OURS = ("vLLM: canary", "warm-up", "proofs", "decode check")
+"""Phases that a start of vLLM alone does not have."""
+
 
 class StartUpLedger:
     """The phases of one start, each from the end of the one before."""
@@ -55,6 +58,7 @@ def vllm_phases(log_path: Path) -> dict[str, float]:
 
 
 def render_phases(phases: Mapping[str, float]) -> tuple[str, ...]:
-    """Return a line for each phase."""
-    width = max(map(len, phases), default=0)
-    return tuple(f"{phase:<{width}}  {seconds:7.1f} s" for phase, seconds in phases.items())
+    """Return a line for each phase, and one for those that vLLM alone does not have."""
+    ours = {"ours of these": sum(phases.get(phase, 0.0) for phase in _OURS)} if phases else {}
+    width = max(map(len, (*phases, *ours)), default=0)
+    return tuple(f"{phase:<{width}}  {seconds:7.1f} s" for phase, seconds in (*phases.items(), *ours.items()))

@@ -38,9 +38,14 @@ def test_a_phase_is_as_long_as_since_the_one_before(tmp_path: Path) -> None:
     assert all(0 <= seconds < 5 for seconds in phases.values())
 
 
-def test_phases_are_shown_a_line_each() -> None:
-    assert render_phases({"vLLM answers": 48.0, "proofs": 0.25}) == (
-        "vLLM answers     48.0 s",
-        "proofs            0.2 s",
+def test_phases_are_shown_a_line_each_and_what_vllm_alone_does_not_have_together() -> None:
+    phases = {"vLLM answers": 48.0, "vLLM: canary": 1.0, "warm-up": 4.0, "warm-up: sampling": 3.0, "proofs": 0.25}
+    assert render_phases(phases) == (
+        "vLLM answers          48.0 s",
+        "vLLM: canary           1.0 s",
+        "warm-up                4.0 s",
+        "warm-up: sampling      3.0 s",
+        "proofs                 0.2 s",
+        "ours of these          5.2 s",
     )
     assert render_phases({}) == ()
