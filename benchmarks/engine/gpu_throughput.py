@@ -1,16 +1,16 @@
 """The engine on a GPU beside vLLM, if that is installed: nano-vLLM's workload, and decode steps of one and 64 requests.
 
-    python benchmarks/engine/gpu_throughput.py --out FILE [--only nano|decode] [--sides engine,vllm,vllm-plugin]
+    python benchmarks/engine/gpu_throughput.py --out FILE [--only nano|decode] [--sides engine,vllm,...]
         [--gpus 0,1] [--limit-s 280]
 
 nano: 256 requests of 100 to 1024 prompt tokens and 100 to 1024 output tokens, the shape of Qwen3-0.6B. decode: the
 shape of Qwen3-30B-A3B, time per output token of 1 and 64 requests with 512 tokens before. Weights are random, so
 routing is near uniform. The engine runs as it does by itself and, turn by turn, with a host that waits for the tokens
 of a step before it prepares the next: "host_waits" in the record, async_scheduling=False. vllm-plugin is vLLM with our
-profile "balanced", which has nothing to do for a dense model. Each side runs in a process of its own, and some of its
-requests before they are timed. With several GPUs a side of a workload takes the next that is free. The record is
-written after each sample, so what was found stays when a later one fails, or the limit of the whole run ends it; a FILE
-that is there is continued.
+profile "balanced", which has nothing to do for a dense model; engine-flash and engine-triton are the engine with that
+attention, which "engine" chooses itself. Each side runs in a process of its own, and some of its requests before they
+are timed. With several GPUs a side of a workload takes the next that is free. The record is written after each sample,
+so what was found stays when a later one fails, or the limit of the whole run ends it; a FILE that is there is continued.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def _measure(side: str, workload: str, *, model: str, gpu: str, quick: bool) -> 
             from moe_optimizer.engine import LLM, SamplingParams
 
             values["async_scheduling"] = True
+            values["attention_backend"] = side.partition("-")[2] or "auto"
         llm: Any = LLM(name, skip_tokenizer_init=True, max_num_seqs=256, enable_prefix_caching=False, **values)
         found: dict[str, Any] = {"gpu": gpu, "ready_s": time.perf_counter() - started}
         yield found
@@ -156,7 +157,7 @@ def _measure(side: str, workload: str, *, model: str, gpu: str, quick: bool) -> 
         for measured in measure(runs, vocab_size, quick=quick):
             found |= measured
             yield found
-        if side == "engine":
+        if side.startswith("engine"):
             yield {**found, "peak_bytes": peak_bytes()}
 
 

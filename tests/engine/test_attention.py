@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_optimizer.engine.attention import backend
 from moe_optimizer.engine.attention.backend import AttentionBackend, make_backend
 from moe_optimizer.engine.attention.paged import PagedAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
@@ -175,6 +176,74 @@ def test_flash_attention_is_given_what_its_functions_ask_for(step: str, monkeypa
     assert (FlashAttention().attend(q, k, v, cache, batch) - want).abs().max() < 2e-6
 
 
+class PretendedVllmFlash(ModuleType):
+    """The function of vLLM's build of FlashAttention that the backend calls, as its documentation defines it."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor, keys: Tensor, values: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+        seqused_k: Tensor, block_table: Tensor, causal: bool, fa_version: int,
+    ) -> Tensor:  # fmt: skip
+        assert {each.dtype for each in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k >= int(seqused_k.max())
+        assert (causal, fa_version) == (True, 3)
+        batch = _context(cu_seqlens_q, seqused_k, block_table, keys.shape[1])
+        return expected(q, torch.stack((keys, values)), batch)
+
+
+@pytest.fixture
+def vllm_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that brings FlashAttention 2 and 3, on a Hopper GPU."""
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", PretendedVllmFlash("vllm.vllm_flash_attn"))
+    monkeypatch.setattr(backend, "flash_attention_versions", lambda: (2, 3))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("step", STEPS)
+def test_vllms_flash_attention_is_given_what_its_function_asks_for(step: str, vllm_flash: None) -> None:
+    flash = make_backend("flash", torch.device("cuda"), 16)
+    batch = make_step(STEPS[step], 16)
+    q, k, v, cache = (each.half() for each in inputs(batch, HEADS[0]))
+    got = flash.attend(q, k, v, cache, batch)
+    assert torch.equal(got, expected(q, cache, batch))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, HEADS[0]), (torch.float16, (2, 1, 20))], ids=str)
+def test_what_flash_attention_cannot_compute_goes_through_triton(
+    dtype: torch.dtype, heads: tuple[int, int, int], vllm_flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = make_backend("flash", torch.device("cuda"), 16)
+    monkeypatch.setattr(sys.modules["vllm.vllm_flash_attn"], "flash_attn_varlen_func", None)
+    batch = make_step(STEPS["mixed"], 16)
+    q, k, v, cache = (each.to(dtype) for each in inputs(batch, heads))
+    assert (flash.attend(q, k, v, cache, batch) - expected(q, cache, batch)).abs().max() < 2e-3
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("capability", "versions", "block_size", "version"),
+    [
+        ((9, 0), (2, 3), 16, 3),
+        ((8, 0), (2, 3), 16, 2),
+        ((9, 0), (2,), 16, 2),
+        ((8, 0), (3,), 16, None),
+        ((7, 5), (2, 3), 16, None),
+        ((9, 0), (), 16, None),
+        ((9, 0), (2, 3), 4, None),
+    ],
+)
+def test_auto_on_a_gpu_is_the_newest_flash_attention_that_runs_there(
+    capability: Any, versions: Any, block_size: int, version: Any, vllm_flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(backend, "flash_attention_versions", lambda: versions)
+    found = make_backend("auto", torch.device("cuda"), block_size)
+    assert getattr(found, "version", None) == version
+
+
 def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="FlashAttention"):
         make_backend("flash", torch.device("cpu"), 256)
@@ -183,7 +252,7 @@ def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
 @pytest.mark.parametrize(
     ("absent", "cost"),
     [
-        pytest.param({"flash_attn"}, "FlashAttention would save", marks=NEEDS_TRITON),
+        pytest.param({"flash_attn"}, "it would save", marks=NEEDS_TRITON),
         ({"flash_attn", "triton"}, "without CUDA graphs"),
     ],
 )
@@ -201,9 +270,9 @@ def test_auto_on_a_cpu_reads_pages_in_place_with_kernels_and_copies_them_without
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_load, "import_kernels", lambda: (ModuleType("kernels"), ""))
-    backend: AttentionBackend = make_backend("auto", torch.device("cpu"), 16)
-    assert isinstance(backend, PagedAttention)
-    assert not backend.capturable
+    found: AttentionBackend = make_backend("auto", torch.device("cpu"), 16)
+    assert isinstance(found, PagedAttention)
+    assert not found.capturable
     monkeypatch.setattr(_load, "import_kernels", lambda: (None, "kernels not built"))
     with caplog.at_level("WARNING"):
         assert type(make_backend("auto", torch.device("cpu"), 16)) is SdpaAttention

@@ -2,7 +2,8 @@
 
     python -m pytest -q tests/gpu/test_engine.py
 
-Needs torch for CUDA with Triton, and for the tests that say so the compiled kernels (bash build.sh) or transformers.
+Needs torch for CUDA with Triton, and for the tests that say so the compiled kernels (bash build.sh), transformers, or
+FlashAttention: flash-attn, or a vLLM for CUDA.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch.nn.functional import silu
 
 from moe_optimizer import ops
 from moe_optimizer.engine import LLMEngine, SamplingParams
+from moe_optimizer.engine.attention.backend import make_backend
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sequence import Sequence
+from moe_optimizer.inspection.vllm_installation import flash_attention_versions
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,11 @@ MODELS = {
     "experts": {**CONFIG, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 1},
 }
 LONG, OUTPUTS = 150, 24
+NEEDS_FLASH = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None and not flash_attention_versions(),
+    reason="needs flash-attn, or a vLLM that brings it",
+)
+FLASH = pytest.param("flash", marks=NEEDS_FLASH)
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +211,7 @@ def test_a_prompt_has_the_logits_of_plain_torch(name: str, backend: str, make_en
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+@pytest.mark.parametrize("backend", ["triton", "sdpa", FLASH])
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_as_exact_as_plain_torch_in_bfloat16(name: str, backend: str, make_engine: Any) -> None:
     engine, ours, theirs = make_engine(name, dtype="bfloat16", attention_backend=backend), 0.0, 0.0
@@ -235,7 +243,7 @@ def test_a_graph_of_the_batchs_own_size_has_the_bits_of_eager(name: str, dtype: 
     logits = []
     for eager in (False, True):
         recorder = Recorder()
-        engine = make_engine(name, sampler=recorder, dtype=dtype, enforce_eager=eager)
+        engine = make_engine(name, sampler=recorder, dtype=dtype, enforce_eager=eager, attention_backend="triton")
         # 8 is a captured size: nothing is padded, so every kernel has the same shape.
         generate(engine, [prompt[:9] for prompt in prompts(16) if len(prompt) >= 9][:8])
         logits.append(recorder.logits)
@@ -324,13 +332,56 @@ def test_experts_on_our_kernels_run_as_graphs(make_engine: Any) -> None:
     assert engine.executor.graphs.sizes == [1, 2, 4, 8, 16]
 
 
-def test_attention_on_a_gpu_is_triton_where_there_is_no_flash_attention(make_engine: Any) -> None:
-    if importlib.util.find_spec("flash_attn") is not None:
-        pytest.skip("flash-attn is installed")
+def test_attention_on_a_gpu_is_flash_attention_where_there_is_one_else_triton(make_engine: Any) -> None:
     from moe_optimizer.engine.attention.triton_attention import TritonAttention
 
     layer = next(model_of(make_engine("dense")).attention_layers())
-    assert isinstance(layer.backend, TritonAttention)
+    assert (type(layer.backend) is TritonAttention) is not bool(flash_attention_versions())
+
+
+class Beside:
+    """SDPA, which keeps how far another backend is from it in each step, as a part of the largest output."""
+
+    capturable = False
+
+    def __init__(self, other: str) -> None:
+        device = torch.device("cuda", 0)
+        self.sdpa = make_backend("sdpa", device, 16)
+        self.other = make_backend(other, device, 16)  # pyrefly: ignore[bad-argument-type]
+        self.differences: list[float] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Any) -> Tensor:
+        want, got = (each.attend(q, k, v, cache, batch) for each in (self.sdpa, self.other))
+        self.differences.append(float((got - want).abs().max() / want.abs().max()))
+        return want
+
+
+@pytest.mark.parametrize("backend", ["triton", FLASH])
+@pytest.mark.parametrize("name", ["dense", "dense-128"])
+def test_attention_of_prompts_chunks_and_decodes_is_that_of_sdpa(name: str, backend: str, make_engine: Any) -> None:
+    engine = make_engine(name, dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=32)
+    beside = Beside(backend)
+    for layer in model_of(engine).attention_layers():
+        layer.backend = beside
+    generate(engine, prompts(16))
+    # Both round each probability and the output to 8 bits.
+    assert 0 < max(beside.differences) <= 2**-6
+
+
+@NEEDS_FLASH
+@pytest.mark.parametrize("name", ["dense", "dense-128"])
+def test_flash_attention_in_a_graph_gives_what_it_gives_without(name: str, make_engine: Any) -> None:
+    several, logits = prompts(11), []
+    for eager in (False, True):
+        recorder = Recorder()
+        engine = make_engine(name, sampler=recorder, dtype="bfloat16", attention_backend="flash", enforce_eager=eager)
+        generate(engine, several, max_tokens=2)
+        logits.append(recorder.logits)
+    graphed, eagerly = logits
+    assert graphed.keys() == eagerly.keys()
+    # A graph's bound of the lengths is another, so keys may be split otherwise: not the same bits.
+    for key in graphed:
+        assert (graphed[key] - eagerly[key]).abs().mean() <= 0.02 * eagerly[key].abs().mean()
 
 
 def test_a_step_of_another_size_compiles_nothing_but_another_split(

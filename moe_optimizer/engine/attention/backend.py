@@ -11,13 +11,15 @@ from moe_optimizer.engine.attention.padded_sdpa import PaddedSdpaAttention
 from moe_optimizer.engine.attention.paged import PagedAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
 from moe_optimizer.engine.packed_batch import PackedBatch
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import UnsupportedError, described
+from moe_optimizer.inspection.vllm_installation import flash_attention_versions
 from moe_optimizer.log import get_logger
 
 logger = get_logger(__name__)
 BackendName = Literal["auto", "flash", "triton", "paged", "sdpa", "sdpa_padded"]
-_FLASH_BLOCK = 256
-"""FlashAttention 2 reads pages of a multiple of this many tokens."""
+_PACKAGE_BLOCK, _VLLM_BLOCK = 256, 16
+"""The package flash-attn and vLLM's build of it read pages of a multiple of this many tokens."""
+_AMPERE, _HOPPER = 8, 9
 
 
 class AttentionBackend(Protocol):
@@ -54,27 +56,22 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
         logger.warning("%s: each decode copies the keys and values that it reads", why_not)
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaAttention()
-    why_no_flash = _why_no_flash(device, block_size)
-    if name == "flash" or (name == "auto" and not why_no_flash):
-        if why_no_flash:
-            raise UnsupportedError(f"attention_backend: got 'flash', and {why_no_flash}")
-        from moe_optimizer.engine.attention.flash_attention import FlashAttention
-
-        return FlashAttention()
+    if name in ("auto", "flash"):
+        flash = _flash_attention(device, block_size)
+        if not isinstance(flash, str):
+            return flash
+        if name == "flash":
+            raise UnsupportedError(f"attention_backend: got 'flash', and {flash}")
+        logger.warning("%s: what it would save is not measured", flash)
     if importlib.util.find_spec("triton") is not None:
-        if name == "auto":
-            logger.warning(
-                "%s: attention runs through our Triton kernels; what FlashAttention would save is not measured",
-                why_no_flash,
-            )
         from moe_optimizer.engine.attention.triton_attention import TritonAttention
 
         return TritonAttention()
     if name == "triton":
         raise UnsupportedError("attention_backend: got 'triton', and Triton is not installed")
     logger.warning(
-        "neither FlashAttention nor Triton can run: attention gathers the KV blocks that each step reads, and decodes "
-        "run without CUDA graphs"
+        "Triton is not installed: attention gathers the KV blocks that each step reads, and decodes run without CUDA "
+        "graphs"
     )
     return SdpaAttention()
 
@@ -83,9 +80,26 @@ def _why_not_paged(device: torch.device) -> str:
     return ops.kernels_available()[1] if device.type == "cpu" else "our kernel for pages runs on CPUs only"
 
 
-def _why_no_flash(device: torch.device, block_size: int) -> str:
+def _flash_attention(device: torch.device, block_size: int) -> AttentionBackend | str:
+    """Return FlashAttention, or why there is none."""
     if device.type != "cuda":
         return "FlashAttention runs on CUDA only"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "FlashAttention is not installed"
-    return "" if block_size % _FLASH_BLOCK == 0 else f"FlashAttention needs block_size={_FLASH_BLOCK}"
+    if importlib.util.find_spec("triton") is None:
+        return "FlashAttention needs Triton beside it, which is not installed"
+    package = importlib.util.find_spec("flash_attn") is not None
+    if package and block_size % _PACKAGE_BLOCK == 0:
+        from moe_optimizer.engine.attention.flash_attention import FlashAttention
+
+        return FlashAttention()
+    built = flash_attention_versions()
+    major = torch.cuda.get_device_capability(device)[0] if built else 0
+    version = 3 if major == _HOPPER and 3 in built else 2 if major >= _AMPERE and 2 in built else None
+    if version is not None and block_size % _VLLM_BLOCK == 0:
+        try:
+            from moe_optimizer.engine.attention.vllm_flash_attention import VllmFlashAttention
+        except ImportError as error:
+            return f"vLLM's FlashAttention cannot be imported ({described(error)})"
+        return VllmFlashAttention(version)
+    if package or version is not None:
+        return f"FlashAttention needs block_size={_PACKAGE_BLOCK if package else _VLLM_BLOCK}"
+    return "FlashAttention is not installed, nor a vLLM with its kernels for this GPU"

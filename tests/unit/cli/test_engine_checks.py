@@ -27,6 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(engine_checks, "IMPORT", "pass")
+    monkeypatch.setattr(engine_checks, "flash_attention_versions", tuple)
     return names
 
 
@@ -71,6 +72,13 @@ def test_the_import_that_is_tried_is_one_that_works() -> None:
 def test_a_faster_kernel_that_is_absent_is_a_note_of_its_own(installed: set[str], module: str, row: str) -> None:
     installed.remove(module)
     assert {name for name, check in checks().items() if check.status == "note"} == {row}
+
+
+def test_the_flash_attention_that_vllm_brings_is_one(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed.remove("flash_attn")
+    monkeypatch.setattr(engine_checks, "flash_attention_versions", lambda: (2, 3))
+    check = checks()["flash-attn"]
+    assert (check.status, check.detail) == ("ok", "version 2 and 3, as vLLM brings it")
 
 
 def test_without_a_gpu_neither_is_looked_for(installed: set[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.inspection.vllm_installation import find_vllm
+from moe_optimizer.inspection.vllm_installation import find_vllm, flash_attention_versions
 
 GENERATED_VERSION = "version: str\n__version__ = version = '{}'\n__version_tuple__ = version_tuple = (0, 1)\n"
 
@@ -81,6 +81,19 @@ def test_device_is_told_by_the_local_version_or_the_extensions(site, files, vers
     found = find_vllm()
     assert found is not None
     assert found.device == device
+
+
+@pytest.mark.parametrize(
+    ("files", "versions"),
+    [
+        (("vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm_flash_attn/_vllm_fa2_C.abi3.so"), (2, 3)),
+        (("vllm_flash_attn/_vllm_fa2_C.abi3.so",), (2,)),
+        (("_C_AVX2.abi3.so",), ()),
+    ],
+)
+def test_the_kernels_of_flash_attention_that_it_brings_are_found(site, files, versions):
+    site(*files)
+    assert flash_attention_versions() == versions
 
 
 def test_package_without_metadata_tells_its_version_itself(site):
