@@ -69,24 +69,17 @@ def check_can_serve_here(plan: Plan) -> None:
 
     Raises:
         InputError: weights are missing.
-        UnsupportedError: a package is missing, or the engine has no such model family.
+        UnsupportedError: a package is missing.
     """
     from moe_optimizer.cli.engine_checks import missing_packages
-    from moe_optimizer.inspection.weight_files import missing_weights
+    from moe_optimizer.cli.preflight import check_weights
 
     absent = missing_packages()
     if absent:
         raise UnsupportedError(
             f"--engine embedded: not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'"
         )
-    folder = Path(plan.model.path)
-    if not folder.is_dir():
-        raise InputError(
-            f"model {plan.model.name}: the embedded engine reads folders",
-            hint=f"run: hf download {plan.model.name} --local-dir FOLDER",
-        )
-    if "--load-format" not in plan.serve_args and (missing := missing_weights(folder)):
-        raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+    check_weights(plan)
 
 
 def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) -> int:
@@ -105,9 +98,13 @@ def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) 
     def on_ready() -> None:
         nonlocal ready
         ready = True
-        _report(plan, folder, time.monotonic() - started, progress, as_json=as_json)
+        _report(plan, folder, named, time.monotonic() - started, progress, as_json=as_json)
 
-    arguments = read_command_line(["--model", plan.model.path, *plan.serve_args.words])
+    # Of a hub id the path may be its snapshot in the cache.
+    named = plan.model.name if "/" in plan.model.name else plan.model.path
+    words = ["--model", plan.model.path, "--served-model-name", named, *plan.serve_args.words]
+    arguments = read_command_line(words)
+    named = arguments["served_model_name"]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with reserved([server_address(plan.serve_args)]), folder.locked():
@@ -122,20 +119,22 @@ def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) 
     return ExitCode.OK
 
 
-def _report(plan: Plan, folder: RunFolder, start_up_s: float, progress: ProgressLines, *, as_json: bool) -> None:
+def _report(
+    plan: Plan, folder: RunFolder, named: str, start_up_s: float, progress: ProgressLines, *, as_json: bool
+) -> None:
     import sys
 
     from moe_optimizer.cli.ready_server import ReadyServer
     from moe_optimizer.launcher.address import base_url, server_address
 
     url = base_url(*server_address(plan.serve_args))
-    progress.line(f"ready after {start_up_s:.1f} s: {url}, model {plan.model.path} (embedded engine)")
+    progress.line(f"ready after {start_up_s:.1f} s: {url}, model {named} (embedded engine)")
     progress.release()
     if not as_json:
         return
     info = ReadyServer(
         base_url=url,
-        model=plan.serve_args.value("--served-model-name") or plan.model.path,
+        model=named,
         pid=os.getpid(),
         run_dir=str(folder.path),
         log="",

@@ -24,7 +24,7 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
         _check_same_hardware(plan, settings)
     _check_vllm(plan)
     _check_model_type(plan)
-    _check_weights(plan)
+    check_weights(plan)
     _check_tokenizer(plan)
 
 
@@ -72,8 +72,12 @@ def _check_model_type(plan: Plan) -> None:
         )
 
 
-def _check_weights(plan: Plan) -> None:
-    """Refuse a model folder without all its weights; vLLM downloads those of a hub id."""
+def check_weights(plan: Plan) -> None:
+    """Refuse a model folder without all its weights; those of a hub id are fetched while it starts.
+
+    Raises:
+        InputError: weights are missing.
+    """
     from moe_optimizer.inspection.hub import is_offline
     from moe_optimizer.inspection.weight_files import missing_weights
 

@@ -14,6 +14,7 @@ from moe_optimizer.engine.arguments import Arguments
 from moe_optimizer.engine.attention.backend import BackendName
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.hub import fetch_model, resolve_model
 from moe_optimizer.log import get_logger
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class EngineArgs(Arguments):
     """The arguments of `LLM`, `AsyncLLM` and the server, named as vLLM names them where it has them."""
 
     model: str
-    """Folder of the model; `~` is the home folder."""
+    """Folder of the model, where `~` is the home folder, or a hub id, whose files are fetched."""
     tokenizer: str | None = None
     """Folder of the tokenizer; None is the model's."""
     skip_tokenizer_init: bool = False
@@ -114,12 +115,10 @@ class EngineConfig:
         """
         from transformers import AutoConfig
 
-        folder = Path(args.model).expanduser()
-        if not (folder / "config.json").is_file():
-            raise InputError(
-                f"model: got {args.model!r}, expected a folder with config.json",
-                hint="`hf download NAME --local-dir FOLDER` fetches a model",
-            )
+        if args.load_format == "dummy":
+            folder = resolve_model(args.model)
+        else:
+            folder = fetch_model(args.model, weights="*.bin" if args.load_format == "pt" else "*.safetensors")
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         device = _device(args.device, rank, args.tensor_parallel_size)
         max_model_len = args.max_model_len or hf_config.max_position_embeddings
@@ -131,7 +130,7 @@ class EngineConfig:
                 f"max_num_batched_tokens: got {args.max_num_batched_tokens} without chunked prefill, expected at "
                 f"least max_model_len ({max_model_len})"
             )
-        tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or args.model).expanduser()
+        tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or folder).expanduser()
         dtype = _dtype(args.dtype, hf_config, device)
         graphs = device.type == "cuda" and not args.enforce_eager
         compiles = _compiles(device) if args.compile_layers is None else args.compile_layers

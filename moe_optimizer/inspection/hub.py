@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text
+from moe_optimizer.inspection.weight_files import missing_weights
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """owner/name (or a bare name for a few old repositories), as the hub allows."""
 METADATA_PATTERNS = ("config.json", "hf_quant_config.json", "*.safetensors.index.json")
 """Files fetched for a model that is not in the cache; never weights."""
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt")
+"""Configuration, index, tokenizer and chat template."""
 _MAX_REVISION_BYTES = 256
 
 
@@ -40,7 +43,26 @@ def resolve_model(model: str | Path, environ: Mapping[str, str] | None = None) -
     if looks_like_path or not HUB_ID.fullmatch(text):
         reason = "is a broken or looping symbolic link" if folder.is_symlink() else "no such folder"
         raise InputError(f"model {text}: {reason}", hint="give a folder that holds config.json, or a hub id")
-    return _cached_snapshot(text, environ) or _fetch_metadata(text, environ)
+    return _cached_snapshot(text, environ) or _fetch(text, METADATA_PATTERNS, environ)
+
+
+def fetch_model(model: str, environ: Mapping[str, str] | None = None, *, weights: str = "*.safetensors") -> Path:
+    """Return the folder of a model as `resolve_model` does, with weights and tokenizer.
+
+    Of a hub id, what is not in the cache is fetched: files that match `weights`, and what a tokenizer is read from.
+
+    Raises:
+        InputError: as `resolve_model`, or the weights cannot be fetched. A folder is not looked into.
+    """
+    environ = os.environ if environ is None else environ
+    folder = resolve_model(model, environ)
+    if expanded(model).is_dir() or _has_weights(folder, weights):
+        return folder
+    return _fetch(model, (weights, *_BESIDE_WEIGHTS), environ)
+
+
+def _has_weights(folder: Path, weights: str) -> bool:
+    return not missing_weights(folder) if weights.endswith(".safetensors") else any(folder.glob(weights))
 
 
 def expanded(path: str) -> Path:
@@ -108,22 +130,23 @@ def is_offline(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
+def _fetch(hub_id: str, patterns: Sequence[str], environ: Mapping[str, str]) -> Path:
     where = hub_cache(environ)
     if is_offline(environ):
         raise InputError(
-            f"model {hub_id}: no such folder, and not in the hub cache {where} (offline)",
+            f"model {hub_id}: no such folder, and not all in the hub cache {where} (offline)",
             hint=f"where there is a network, without HF_HUB_OFFLINE: hf download {hub_id}",
         )
     # Slow to import (it brings an HTTP client), and only needed here.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    options = {"cache_dir": where, "endpoint": environ.get("HF_ENDPOINT") or None}
     try:
-        folder = snapshot_download(hub_id, allow_patterns=list(METADATA_PATTERNS), etag_timeout=5, cache_dir=where)
+        folder = snapshot_download(hub_id, allow_patterns=list(patterns), etag_timeout=5, **options)
     except LocalEntryNotFoundError:
         raise InputError(
-            f"model {hub_id}: no such folder, not in the hub cache {where}, and the hub cannot be reached",
+            f"model {hub_id}: no such folder, not all in the hub cache {where}, and the hub cannot be reached",
             hint=f"give a folder, or where there is a network: hf download {hub_id}",
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:

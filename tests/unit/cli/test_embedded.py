@@ -27,6 +27,7 @@ from moe_optimizer.specs.software import VllmInstallation
 from tests.builders import cpu_machine, gpus, request, tiny_moe
 from tests.eventually import eventually
 from tests.free_ports import free_port
+from tests.paper_hub import paper_hub
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -80,34 +81,43 @@ def test_code_of_the_model_is_refused() -> None:
         embedded.with_engine(asked("embedded", trust_remote_code=True))
 
 
-def arguments(port: int, run_dir: Path) -> list[str]:
+def arguments(port: int, run_dir: Path, *, model: str = str(TINY_MOE)) -> list[str]:
     more = ["--port", str(port), "--run-dir", str(run_dir), "--max-model-len", "256"]
-    return ["--model", str(TINY_MOE), "--engine", "embedded", "--json", *more]
+    return ["--model", model, "--engine", "embedded", "--json", *more]
 
 
-def asked_for_four_tokens(base_url: str) -> int:
-    body = json.dumps({"prompt": "def f(", "max_tokens": 4, "temperature": 0}).encode()
+def asked_for_four_tokens(base_url: str, *, model: str | None = None) -> int:
+    body = json.dumps({"model": model, "prompt": "def f(", "max_tokens": 4, "temperature": 0}).encode()
     asking = urllib.request.Request(f"{base_url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(asking, timeout=60) as reply:
         return json.load(reply)["usage"]["completion_tokens"]
 
 
 @pytest.mark.thorough
-def test_serve_answers_and_ends_with_exit_code_0(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "run_optimizer.py"), *arguments(free_port(), tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            printed = ""
-            while not printed.endswith("}\n"):
-                line = server.stdout.readline()
-                assert line, server.stderr and server.stderr.read()
-                printed += line
-            assert asked_for_four_tokens(json.loads(printed)["base_url"]) == 4
-            server.send_signal(signal.SIGINT)
-            assert server.wait(60) == 0
-        finally:
-            server.kill()
+def test_serve_fetches_a_hub_id_answers_and_ends_with_exit_code_0(tmp_path: Path) -> None:
+    words = arguments(free_port(), tmp_path / "run", model="owner/tiny")
+    command = [sys.executable, str(ROOT / "run_optimizer.py"), *words]
+    with paper_hub("owner/tiny", TINY_MOE) as (url, fetched):
+        environ = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        environ |= {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        ) as server:
+            assert server.stdout is not None
+            try:
+                printed = ""
+                while not printed.endswith("}\n"):
+                    line = server.stdout.readline()
+                    assert line, server.stderr and server.stderr.read()
+                    printed += line
+                info = json.loads(printed)
+                assert info["model"] == "owner/tiny"
+                assert asked_for_four_tokens(info["base_url"], model="owner/tiny") == 4
+                server.send_signal(signal.SIGINT)
+                assert server.wait(60) == 0
+            finally:
+                server.kill()
+    assert "model.safetensors" in fetched
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["engine"] == "embedded"
 
 

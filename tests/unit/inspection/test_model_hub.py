@@ -6,15 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.hub import hub_cache, resolve_model
+from moe_optimizer.inspection.hub import fetch_model, hub_cache, resolve_model
 from moe_optimizer.inspection.model_inspector import ModelInspector
+from tests.paper_hub import paper_hub
 
 
 def cached(root: Path, hub_id: str, revision: str, *, main: bool = True) -> Path:
@@ -63,6 +64,45 @@ def test_an_id_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
         resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE" in str(error.value.hint)
     assert "hf download " in str(error.value.hint)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """A hub with one model: yields the environment that leads to it, and the files that were fetched from it."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    model = tmp_path / "on the hub"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin", "README.md"):
+        (model / name).write_text(json.dumps({"file": name}))
+    with paper_hub("owner/name", model) as (url, fetched):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "cache")}, fetched
+
+
+def test_weights_are_fetched_once(hub: tuple[dict[str, str], list[str]]) -> None:
+    environ, fetched = hub
+    resolve_model("owner/name", environ)
+    assert fetched == ["config.json"]
+    folder = fetch_model("owner/name", environ)
+    assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+    fetched.clear()
+    assert fetch_model("owner/name", environ) == folder
+    assert fetch_model("owner/name", {**environ, "HF_HUB_OFFLINE": "1"}) == folder
+    assert fetched == []
+    assert (fetch_model("owner/name", environ, weights="*.bin") / "pytorch_model.bin").is_file()
+
+
+def test_weights_that_are_not_in_the_cache_are_refused_offline(hub: tuple[dict[str, str], list[str]]) -> None:
+    environ, _ = hub
+    resolve_model("owner/name", environ)
+    with pytest.raises(InputError, match="not all in the hub cache"):
+        fetch_model("owner/name", {**environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_a_folder_is_not_looked_into_for_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert fetch_model(str(tmp_path)) == tmp_path
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
