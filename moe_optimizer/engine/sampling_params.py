@@ -75,6 +75,8 @@ class SamplingParams(Arguments):
     def _as_list(cls, value: Any) -> Any:
         if value is None or isinstance(value, str):
             return [value] if value else []
+        if not isinstance(value, (list, tuple)):
+            return value
         return [tuple(each) if isinstance(each, list) else each for each in value]
 
     @model_validator(mode="after")

@@ -170,8 +170,69 @@ def test_a_request_that_finds_no_place_is_told_to_come_again() -> None:
         llm.shutdown()
 
 
-def test_a_body_that_is_no_json_is_the_clients_mistake(url: str) -> None:
-    assert httpx.post(f"{url}/v1/completions", content=b"{not json").status_code == 400
+CHAT = '"messages": [{"role": "user", "content": "x"}]'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("completions", "{not json", "JSON"),
+        ("completions", "[]", "object"),
+        ("completions", "", "body"),
+        ("completions", r'{"prompt": "x\ud800"}', "prompt"),
+        ("completions", r'{"prompt": ["x", "x\ud800"]}', "prompt"),
+        ("chat/completions", r'{"messages": [{"role": "user", "content": "x\ud800"}]}', "content"),
+        ("completions", '{"prompt": [-1], "echo": true}', "token -1"),
+        ("completions", '{"prompt": [99999999999999999999], "echo": true}', "token 9999"),
+        ("completions", '{"prompt": "x", "stop": 5}', "stop"),
+        ("completions", '{"prompt": "x", "stop": {"a": 1}}', "stop"),
+        ("completions", '{"prompt": "x", "temperature_schedule": 5}', "temperature_schedule"),
+        ("chat/completions", f'{{{CHAT}, "chat_template_kwargs": {{"messages": 1}}}}', "messages"),
+        (
+            "chat/completions",
+            f'{{{CHAT}, "chat_template_kwargs": {{"chat_template": "{{{{ 1/0 }}}}"}}}}',
+            "chat_template",
+        ),
+        ("chat/completions", f'{{{CHAT}, "chat_template_kwargs": {{"return_tensors": "pt"}}}}', "return_tensors"),
+    ],
+)
+def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, path: str, body: str, said: str) -> None:
+    reply = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    message = reply.json()["error"]["message"]
+    assert said in message
+    assert not message.startswith((":", "0:"))
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/nothing", 404)])
+def test_a_route_that_is_not_there_is_an_error_as_clients_read_it(
+    url: str, method: str, path: str, status: int
+) -> None:
+    reply = httpx.request(method, url + path)
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == status
+
+
+def test_what_a_client_leaves_open_may_be_null(url: str) -> None:
+    open_ = dict.fromkeys(("stream", "stream_options", "n", "echo", "logprobs", "stop", "priority", "user", "seed"))
+    reply = post(url, "completions", prompt=PROMPT, max_tokens=2, **open_)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_places_of_tokens_count_the_text_before_them(url: str, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "echo": True}
+    replies = events(url, "completions", **body) if stream else [post(url, "completions", **body).json()]
+    text = "".join(reply["choices"][0]["text"] for reply in replies)
+    found = [
+        pair
+        for reply in replies
+        for pair in zip(*(reply["choices"][0]["logprobs"][name] for name in ("text_offset", "tokens")), strict=True)
+    ]
+    assert len(found) == 6
+    for place, token in found:
+        assert text[place : place + len(token)] == token
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from moe_optimizer.engine.async_llm import AsyncLLM, Indexed, QueueFullError
 from moe_optimizer.engine.llm import default_sampling_params, several
@@ -48,9 +49,9 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         params, prompts = body.sampling_params(defaults), several(body.prompt)
-        decode = llm.engine.tokenizer.decode if body.echo else None
-        echo = decode and [each if isinstance(each, str) else decode(each) for each in prompts]
-        reply = Reply(model_name, chat=False, n=params.n, echo=echo)
+        if body.echo and llm.engine.tokenizer is None:
+            raise InputError("echo: got true without a tokenizer, expected false")
+        reply = Reply(model_name, chat=False, n=params.n, decode=llm.engine.tokenizer.decode if body.echo else None)
         return await answer(prompts, params, reply, body, request)
 
     @app.post("/v1/chat/completions")
@@ -77,8 +78,13 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def _(_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _error(400, f"{where}: {first['msg']}")
+        if first["type"] == "json_invalid":
+            return _error(400, f"body: got no JSON: {first['ctx']['error']}")
+        return _error(400, f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def _(_request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, error.detail)
 
     @app.exception_handler(MoeOptimizerError)
     async def _(_request: Request, error: MoeOptimizerError) -> Response:

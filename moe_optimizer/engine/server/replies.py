@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import Any
 
@@ -9,14 +10,15 @@ from moe_optimizer.engine.outputs import Logprob, RequestOutput
 
 
 class Reply:
-    """One reply, whole or in chunks. The `n` samples of each of its prompts are numbered through; `echo` are the
-    prompts, where they are repeated before the samples.
+    """One reply, whole or in chunks. The `n` samples of each of its prompts are numbered through. With `decode`, which
+    gives the text of token ids, the prompts are repeated before the samples.
     """
 
-    def __init__(self, model: str, *, chat: bool, n: int, echo: list[str] | None = None) -> None:
-        self._chat, self._n, self._echo = chat, n, echo
+    def __init__(self, model: str, *, chat: bool, n: int, decode: Callable[[list[int]], str] | None = None) -> None:
+        self._chat, self._n, self._decode = chat, n, decode
         self._head = {"id": f"{'chat' * chat}cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._begun: set[int] = set()
+        self._places: dict[int, int] = {}
+        """Where in its text the next token of a sample begins."""
         self._num_prompt = self._num_output = self._num_cached = 0
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -55,43 +57,49 @@ class Reply:
         choices = []
         for sample in output.outputs:
             index = position * self._n + sample.index
-            first = index not in self._begun
+            first = index not in self._places
             if part == "delta" and not (sample.text or sample.finish_reason or (self._chat and first)):
                 continue
-            self._begun.add(index)
-            text = (self._echo[position] if self._echo and first else "") + sample.text
+            echo = output.prompt or self._decode(output.prompt_token_ids) if first and self._decode else ""
+            place = self._places.setdefault(index, len(echo))
+            text, logprobs = echo + sample.text, None
             role = {"role": "assistant"} if first else {}
-            make = _chat_logprobs if self._chat else _completion_logprobs
+            if sample.logprobs is not None:
+                make = _chat_logprobs if self._chat else _completion_logprobs
+                logprobs, self._places[index] = make(sample.token_ids, sample.logprobs, place)
             choices.append({
                 "index": index,
                 **({part: {**role, "content": text}} if self._chat else {"text": text}),
-                "logprobs": None if sample.logprobs is None else make(sample.token_ids, sample.logprobs),
+                "logprobs": logprobs,
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
             })  # fmt: skip
         return choices
 
 
-def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
+def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]], place: int) -> tuple[dict[str, Any], int]:
     def entry(logprob: Logprob) -> dict[str, Any]:
         token = logprob.decoded_token or ""
         return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
 
     chosen = zip(token_ids, logprobs, strict=True)
-    return {
-        "content": [
-            {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values()]}
-            for token_id, each in chosen
-        ]
-    }
+    content = [
+        {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values()]}
+        for token_id, each in chosen
+    ]
+    return {"content": content}, place
 
 
-def _completion_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
+def _completion_logprobs(
+    token_ids: list[int], logprobs: list[dict[int, Logprob]], place: int
+) -> tuple[dict[str, Any], int]:
+    """Return the log-probabilities of tokens whose text begins at `place`, and where it ends."""
     chosen = [each[token_id] for token_id, each in zip(token_ids, logprobs, strict=True)]
     tokens = [each.decoded_token or "" for each in chosen]
+    *places, end = accumulate(map(len, tokens), initial=place)
     return {
         "tokens": tokens,
         "token_logprobs": [each.logprob for each in chosen],
         "top_logprobs": [{other.decoded_token or "": other.logprob for other in each.values()} for each in logprobs],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
-    }
+        "text_offset": places,
+    }, end

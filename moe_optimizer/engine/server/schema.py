@@ -1,11 +1,28 @@
 """Defines the requests of the OpenAI API; any other field is for `SamplingParams` to know or refuse."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
 from moe_optimizer.errors import InputError
+
+_NOT_VARIABLES = frozenset({
+    "chat_template", "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+})  # fmt: skip
+"""What the tokenizer takes beside the variables of a template. A client's own template could compute for ever."""
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("got a lone surrogate, expected text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(BaseModel, extra="forbid"):
@@ -26,6 +43,14 @@ class ApiRequest(BaseModel):
     priority: int = 0
     max_tokens: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """A null is a field that is left open; that of max_tokens means as many as fit."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
+
     def _sampling_params(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
         """Return the parameters; what the request leaves open is as in `defaults`.
 
@@ -34,15 +59,14 @@ class ApiRequest(BaseModel):
         """
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
-        asked = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        fields: dict[str, Any] = {**recommended, **asked, **values, "output_kind": kind}
+        fields: dict[str, Any] = {**recommended, **(self.model_extra or {}), **values, "output_kind": kind}
         return SamplingParams(**fields)
 
 
 class CompletionRequest(ApiRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    prompt: Text | list[int] | list[Text] | list[list[int]] = Field(min_length=1)
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
@@ -57,7 +81,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: Text | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as templates read it: parts of text as one text."""
@@ -80,6 +104,13 @@ class ChatRequest(ApiRequest):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if others := _NOT_VARIABLES & values.keys():
+            raise ValueError(f"got {min(others)}, expected variables of the chat template")
+        return values
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
