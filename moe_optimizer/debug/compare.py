@@ -63,7 +63,7 @@ def compare(folder: Path, *, layer: int | None = None, text: str = _TEXT) -> Com
     llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=4, num_gpu_blocks_override=256)
     tokenizer = llm.get_tokenizer()
     token_ids = tokenizer.encode(text)
-    comparison = Comparison(llm.llm_engine, folder, token_ids)
+    comparison = Comparison(llm.llm_engine, token_ids)
     steps = tuple(comparison.steps(layer))
     findings = (
         _round_trip(tokenizer, text, token_ids),

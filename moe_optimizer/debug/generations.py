@@ -10,7 +10,8 @@ from typing import Any
 from moe_optimizer.debug.oracle import PROMPTS
 from moe_optimizer.engine import LLM, SamplingParams
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.files import write_atomically
+from moe_optimizer.inspection.json_file import read_json_object
 
 _MAX_BYTES = 64 << 20
 _SEED = 1
@@ -33,6 +34,7 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
     """
     if (save is None) == (against is None):
         raise InputError("--save, --against: expected one of them")
+    before = None if against is None else _kept(against)
     llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=8)
     found: dict[str, Any] = {}
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -45,12 +47,15 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
     if save is not None:
         write_atomically(save, json.dumps(found, indent=1) + "\n")
         return GenerationsReport(outputs=len(found), changed=())
-    assert against is not None, "one of the two is named"
-    try:
-        before = json.loads(read_text(against, max_bytes=_MAX_BYTES))
-    except ValueError as error:
-        raise InputError(f"{against}: {error}") from None
-    return GenerationsReport(outputs=len(found), changed=tuple(_changes(before, found)))
+    return GenerationsReport(outputs=len(found), changed=tuple(_changes(before or {}, found)))
+
+
+def _kept(path: Path) -> dict[str, list[int]]:
+    kept: dict[str, Any] = read_json_object(path, max_bytes=_MAX_BYTES)
+    for name, token_ids in kept.items():
+        if not isinstance(token_ids, list) or not all(isinstance(each, int) for each in token_ids):
+            raise InputError(f"{path.name}: {name!r}: expected a list of token ids", hint="--save writes such a file")
+    return kept
 
 
 def _changes(before: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:

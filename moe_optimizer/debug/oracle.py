@@ -61,8 +61,8 @@ def oracle(url: str, folder: Path, *, max_tokens: int = 32, tolerance: float = 0
     Raises:
         InputError: the server does not answer, or serves another vocabulary.
     """
-    llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=1, enable_prefix_caching=False)
     model = _asked(f"{url}/v1/models", None)["data"][0]["id"]
+    llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=1, enable_prefix_caching=False)
     compared: list[Compared] = []
     for number, prompt in enumerate(PROMPTS):
         prompt_ids = llm.get_tokenizer().encode(prompt)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +44,10 @@ class Comparison:
 
     Args:
         engine: in float32 on a CPU.
-        folder: of the model.
         token_ids: the text.
     """
 
-    def __init__(self, engine: LLMEngine, folder: Path, token_ids: list[int]) -> None:
+    def __init__(self, engine: LLMEngine, token_ids: list[int]) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -57,7 +55,7 @@ class Comparison:
         self._engine = engine
         self.ours: Any = engine.executor.model  # pyrefly: ignore[missing-attribute]
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+            engine.config.folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.token_ids = torch.tensor(token_ids)
         self.inputs: dict[str, Tensor] = {}

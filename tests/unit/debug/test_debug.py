@@ -39,7 +39,7 @@ def make_comparison(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         args = EngineArgs(
             model=str(folder), dtype="float32", device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16
         )
-        return Comparison(LLMEngine(args), folder, list(range(1, 40)))
+        return Comparison(LLMEngine(args), list(range(1, 40)))
 
     return make
 
@@ -186,6 +186,17 @@ def test_changed_outputs_are_found(tmp_path: Path) -> None:
     file.write_text(json.dumps(kept))
     (changed,) = generations(TINY_MOE, save=None, against=file, max_tokens=6).changed
     assert changed.startswith(f"{name}: token 3")
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]", '{"greedy": 5}', '{"greedy": ["a"]}'])
+def test_a_file_that_holds_no_outputs_is_refused_before_anything_is_generated(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_optimizer.debug.generations.LLM", None)
+    file = tmp_path / "outputs.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=file.name):
+        generations(TINY_MOE, save=None, against=file)
 
 
 class Server(BaseHTTPRequestHandler):
