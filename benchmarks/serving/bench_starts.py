@@ -1,7 +1,7 @@
 """Measures the time to ready of a plan and of vLLM alone, in turns: the first start of each with empty caches.
 
     python benchmarks/serving/bench_starts.py --model DIR --out FILE [--profile balanced] [--enable-fp8] [--turns 2]
-        [--total-s 500] [-- further vllm serve arguments]
+        [--sides vllm,ours] [--total-s 500] [-- further vllm serve arguments]
 
 Give the run empty caches (XDG_CACHE_HOME, VLLM_CACHE_ROOT, TRITON_CACHE_DIR), or its first starts are no first starts.
 Both sides share them, as they do for a user. vLLM alone is ready when /health answers: it has no warm-up and no checks.
@@ -51,10 +51,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--enable-fp8", action="store_true", help="vLLM alone then has its online FP8 by block")
+    parser.add_argument("--sides", default=",".join(SIDES), help="default: both; of one alone, each on a GPU of its own")
     parser.add_argument("--turns", type=int, default=2, help="starts of each side (default: 2)")
     parser.add_argument("--total-s", type=float, default=500, help="for all; what does not fit is left out")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    sides = options.sides.split(",")
+    if not set(sides) <= set(SIDES):
+        parser.error(f"--sides: got {options.sides}, expected some of {', '.join(SIDES)}")
     end = time.monotonic() + options.total_s
     record: dict[str, Any] = {
         **head("time to ready of vLLM alone and of ours, in turns with shared caches, empty at first", options.commit),
@@ -62,7 +66,7 @@ def main() -> int:
         "starts": [],
     }
     for turn in range(options.turns):
-        for side in SIDES:
+        for side in sides:
             left = end - time.monotonic()
             found = started(side, plan_of(side, options, vllm_args), left - 10) if left > LEAST_S else {"ready_s": None}
             record["starts"].append({"side": side, "turn": turn, **found})
