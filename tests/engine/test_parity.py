@@ -92,11 +92,14 @@ def test_a_prompt_has_the_logits_of_transformers(name: str, tiny_model: Callable
     assert_equal_up_to_rounding(prefill_logits(folder, token_ids), reference_logits(folder, token_ids))
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_chunks_and_decodes_have_the_logits_of_transformers(name: str, tiny_model: Callable[..., Path]) -> None:
+def test_chunks_and_decodes_have_the_logits_of_transformers(
+    name: str, overlapped: bool, tiny_model: Callable[..., Path]
+) -> None:
     # Chunks of 7 and blocks of 4: neither ends where the other does.
     folder, token_ids = tiny_model(name), some_tokens(40)
-    got = decode_logits(folder, token_ids, 17, block_size=4, max_num_batched_tokens=7)
+    got = decode_logits(folder, token_ids, 17, block_size=4, max_num_batched_tokens=7, async_scheduling=overlapped)
     want = reference_logits(folder, token_ids)
     assert sorted(got) == list(range(16, 40))
     assert_equal_up_to_rounding(torch.stack([got[place] for place in sorted(got)]), want[16:])
