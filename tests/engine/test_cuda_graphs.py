@@ -16,6 +16,7 @@ from moe_optimizer.engine.cuda_graphs import DecodeGraphs
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
+from tests.engine.paper_engine import params, run
 from tests.engine.tiny_models import TINY_MOE
 
 
@@ -105,6 +106,34 @@ def test_prompts_and_larger_batches_have_no_graph(compute: Compute) -> None:
     assert graphs.hidden(decodes(2, prefills=(Prefill(2, 5, 0),))) is None
     assert graphs.hidden(decodes(5)) is None
     assert Graph.replays == before
+
+
+def test_tokens_under_way_reach_the_next_replay(compute: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(
+        model=str(TINY_MOE), dtype="float32", device="cpu", num_gpu_blocks_override=64, max_num_seqs=4,
+        max_model_len=256, skip_tokenizer_init=True, async_scheduling=True,
+    )  # fmt: skip
+
+    def generate(engine: LLMEngine) -> list[list[int]]:
+        for number in range(4):
+            engine.add_request(str(number), [7, 8, 9 + number], params(8 + 3 * number))
+        outputs = run(engine)
+        return [outputs[str(number)].outputs[0].token_ids for number in range(4)]
+
+    want, engine = generate(LLMEngine(args)), LLMEngine(args)
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+
+    def hidden(batch: PackedBatch) -> Tensor:
+        # What is captured is padding alone, whose slots a CPU does not leave out.
+        padding = torch.zeros(len(batch.token_ids_T), runner.config.hf_config.hidden_size)
+        return runner._hidden(batch) if batch.context_lengths_S.all() else padding
+
+    monkeypatch.setattr(compute, "_rows", hidden)
+    runner.graphs = DecodeGraphs(compute, [1, 2, 3, 4], max_blocks=16, block_size=16, device=torch.device("cpu"))
+    before = Graph.replays
+    assert generate(engine) == want
+    assert Graph.replays - before == 8 + 3 * 3 - 1
 
 
 def test_a_slow_start_names_what_makes_it_faster(
