@@ -73,16 +73,14 @@ class LLMEngine:
         self._arrivals = count()
 
     def step(self) -> list[RequestOutput]:
-        """Launch a batch of tokens, and return what became of the requests in it: or, with asynchronous scheduling, in
-        the one before, while the device computes this one.
-        """
+        """Launch a batch of tokens; return what became of it, or with asynchronous scheduling of the one before."""
         step = self.scheduler.schedule()
         with out_of_memory_explained():
             tokens = self.executor.launch(step)
         self.scheduler.commit(step)
         self._launched.append((step.sampled, tokens))
-        outputs = []
-        while len(self._launched) > self.async_scheduling:
+        outputs, num_under_way = [], 1 if self.async_scheduling else 0
+        while len(self._launched) > num_under_way:
             outputs += self._accept(*self._launched.popleft())
         return outputs
 

@@ -4,6 +4,7 @@ Nothing here waits for the device: with asynchronous scheduling it still compute
 Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates.
 """
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class TorchSampler:
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
         params = [sequence.group.params for sequence in sequences]
         # Most steps are of the requests of the one before.
-        if params != self._rows.params:
+        if len(params) != len(self._rows.params) or not all(map(is_, params, self._rows.params)):
             self._rows = _Rows(params, self._device)
         rows = self._rows
         if rows.adjusted or rows.reported:

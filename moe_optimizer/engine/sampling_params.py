@@ -122,11 +122,6 @@ class SamplingParams(Arguments):
         """Whether each token's log-probability is needed, to be shown or to compare samples by."""
         return self.logprobs is not None or self.num_samples > self.n
 
-    @cached_property
-    def adjusted(self) -> bool:
-        """Whether logits are changed or reported, and not only a token chosen by them."""
-        return self.penalized or self.min_tokens > 0 or self.reports_logprob
-
     def temperature_at(self, num_output_tokens: int) -> float:
         for start, temperature in reversed(self.temperature_schedule):
             if start <= num_output_tokens:

@@ -96,6 +96,15 @@ def test_rows_of_different_kinds_do_not_disturb_each_other() -> None:
         assert token_ids[:3] == [0, 0, 0]
 
 
+def test_a_step_of_other_requests_is_drawn_as_they_ask() -> None:
+    sampler = TorchSampler(torch.device("cpu"), seed=1)
+    first, last = SamplingParams(temperature=0), SamplingParams(temperature=0, min_tokens=9)
+    for params, want in (([first, last], [0, 1]), ([last, first], [1, 0]), ([last], [1]), ([first, first], [0, 0])):
+        logits = PROBABILITIES.log().repeat(len(params), 1)
+        # The end, token 0, is the likeliest.
+        assert sampler.sample(logits, [sequence(each) for each in params]).read()[0] == want
+
+
 def test_penalties_lower_what_was_seen() -> None:
     def logits_after(**values: Any) -> Tensor:
         logits = torch.tensor([[2.0, 1.0, -1.0, 0.5]])
