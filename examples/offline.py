@@ -1,15 +1,17 @@
 """Generates for a few prompts with the embedded engine, on CPU, MPS or CUDA.
 
 python examples/offline.py --model examples/tiny-moe
-python examples/offline.py --model ~/Qwen3-0.6B --chat --device cuda "What is a mixture of experts?"
+python examples/offline.py --model Qwen/Qwen3-0.6B --chat --device cuda "What is a mixture of experts?"
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from moe_optimizer.engine import LLM, SamplingParams
+from moe_optimizer.errors import MoeOptimizerError
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n"]
 
@@ -18,7 +20,7 @@ def main() -> None:
     """Generate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
-    parser.add_argument("--model", default=str(Path(__file__).parent / "tiny-moe"))
+    parser.add_argument("--model", default=str(Path(__file__).parent / "tiny-moe"), help="folder, or hub id")
     parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--chat", action="store_true", help="send each prompt through the model's chat template")
@@ -39,4 +41,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MoeOptimizerError as error:
+        sys.exit(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""))

@@ -131,6 +131,8 @@ class EngineConfig:
                 f"least max_model_len ({max_model_len})"
             )
         tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or folder).expanduser()
+        if args.quantization == "fp8" and device.type == "mps":
+            raise InputError("quantization: got 'fp8' on mps, which has no such numbers")
         dtype = _dtype(args.dtype, hf_config, device)
         graphs = device.type == "cuda" and not args.enforce_eager
         compiles = _compiles(device) if args.compile_layers is None else args.compile_layers
@@ -151,15 +153,19 @@ def _device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "mps" and size > 1:
-        raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
     first, count = device.index or 0, torch.cuda.device_count()
+    if not torch.backends.mps.is_available() if device.type == "mps" else first >= count:
+        raise InputError(f"device: got {name!r}, which torch does not find here", hint="device='cpu' runs everywhere")
+    if device.type == "mps":
+        if size > 1:
+            raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
+        return device
     if first + size > count:
         raise InputError(
-            f"tensor_parallel_size: got {size} on {name!r}, and torch finds {count} GPUs",
-            hint="device='cpu' runs everywhere",
+            f"tensor_parallel_size: got {size} from {name!r} on, and torch finds {count} GPUs",
+            hint="processes on device='cpu' share its cores",
         )
     return torch.device("cuda", first + rank)
 

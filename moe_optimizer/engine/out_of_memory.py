@@ -7,6 +7,8 @@ import torch
 
 from moe_optimizer.errors import DoesNotFitError
 
+_SAID = ("can't allocate memory", "MPS backend out of memory")
+
 
 @contextmanager
 def out_of_memory_explained() -> Iterator[None]:
@@ -14,7 +16,8 @@ def out_of_memory_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        # Only CUDA has a class for it.
+        if not isinstance(error, torch.OutOfMemoryError) and not any(said in str(error) for said in _SAID):
             raise
         raise DoesNotFitError(
             f"out of memory: {str(error).splitlines()[0]}",
