@@ -55,10 +55,14 @@ def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[in
 
 
 def end_token_ids(config: PreTrainedConfig, folder: Path, tokenizer: Any | None) -> frozenset[int]:
-    """Return the tokens that end an output: of the tokenizer, config.json and generation_config.json."""
+    """Return the tokens that end an output: of the tokenizer, config.json and generation_config.json.
+
+    Those beyond the model's vocabulary, which a tokenizer may have, are left out.
+    """
     found: list[Any] = [getattr(config, "eos_token_id", None), tokenizer and tokenizer.eos_token_id]
     found.append(generation_defaults(folder).get("eos_token_id"))
-    return frozenset(each for ids in found for each in (ids if isinstance(ids, list) else [ids]) if each is not None)
+    ids = [each for ids in found for each in (ids if isinstance(ids, list) else [ids]) if each is not None]
+    return frozenset(each for each in ids if each < config.vocab_size)
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:

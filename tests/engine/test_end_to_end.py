@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +176,14 @@ def test_a_prompt_that_cannot_be_served_is_refused(tiny_moe_llm: LLM, prompt: An
     with pytest.raises(InputError, match="prompt"):
         tiny_moe_llm.generate([prompt], GREEDY, use_tqdm=False)
     assert not tiny_moe_llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_end_that_the_model_cannot_generate_is_none(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY_MOE, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4096]}))
+    llm = LLM(str(folder), dtype="float32", num_gpu_blocks_override=8)
+    params = SamplingParams(temperature=0, min_tokens=2, max_tokens=2)
+    assert len(llm.generate([[5]], params, use_tqdm=False)[0].outputs[0].token_ids) == 2
 
 
 def test_an_output_ends_where_the_context_does(tiny_moe_llm: LLM) -> None:
