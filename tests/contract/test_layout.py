@@ -20,11 +20,11 @@ def test_no_source_file_exceeds_600_lines() -> None:
     assert {name: size for name, size in sizes.items() if size > 600} == {}
 
 
-def test_only_the_plugin_and_measure_name_vllm_in_an_import() -> None:
+def test_only_the_plugin_measure_and_one_attention_backend_name_vllm_in_an_import() -> None:
     offenders = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if not {"vllm_plugin", "measure"} & set(path.parts)
+        if not {"vllm_plugin", "measure", "vllm_flash_attention.py"} & set(path.parts)
         and any(name.split(".")[0] == "vllm" for name in _imports(path))
     ]
     assert offenders == []
