@@ -127,6 +127,9 @@ class _Page:
             yield from self._wrap(f"how: {memory.ref}", indent=4)
 
     def _decisions(self, plan: Plan) -> Iterator[str]:
+        if plan.engine == "embedded" and not self.explain:
+            yield "  none: they are vLLM's; docs/engine.md has the switches of this engine"
+            return
         yield self._paint(f"  {'pass':<20}{'asked':<7}{'decided':<13}what", "dim")
         for decision in plan.decisions:
             yield from self._decision(decision)

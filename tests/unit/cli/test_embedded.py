@@ -69,6 +69,8 @@ def test_an_embedded_plan_has_no_pass_on_and_shows_the_command_of_the_engine() -
     assert "moe_optimizer.engine.server --model" in text
     assert "--max-num-seqs 7" in text
     assert "vllm serve" not in text
+    assert "vLLM's default" not in text
+    assert "scheduler" in render_plan(plan, explain=True)
 
 
 def test_an_optimization_of_vllm_is_refused() -> None:
