@@ -164,18 +164,6 @@ def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -
     )  # fmt: skip
 
 
-@NEEDS_TRITON
-@pytest.mark.parametrize("step", STEPS)
-def test_flash_attention_is_given_what_its_functions_ask_for(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", PretendedFlash("flash_attn"))
-    from moe_optimizer.engine.attention.flash_attention import FlashAttention
-
-    batch = make_step(STEPS[step], 4)
-    q, k, v, cache = inputs(batch, HEADS[0])
-    want = SdpaAttention().attend(q, k, v, cache.clone(), batch)
-    assert (FlashAttention().attend(q, k, v, cache, batch) - want).abs().max() < 2e-6
-
-
 class PretendedVllmFlash(ModuleType):
     """The function of vLLM's build of FlashAttention that the backend calls, as its documentation defines it."""
 
@@ -200,23 +188,30 @@ def vllm_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 
 
+@pytest.fixture(params=["flash-attn", "vLLM's"])
+def flash(request: pytest.FixtureRequest, vllm_flash: None, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    if request.param == "vLLM's":
+        return make_backend("flash", torch.device("cuda"), 16)
+    from moe_optimizer.engine.attention.flash_attention import FlashAttention
+
+    monkeypatch.setitem(sys.modules, "flash_attn", PretendedFlash("flash_attn"))
+    return FlashAttention()
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("step", STEPS)
-def test_vllms_flash_attention_is_given_what_its_function_asks_for(step: str, vllm_flash: None) -> None:
-    flash = make_backend("flash", torch.device("cuda"), 16)
+def test_flash_attention_is_given_what_its_functions_ask_for(step: str, flash: AttentionBackend) -> None:
     batch = make_step(STEPS[step], 16)
     q, k, v, cache = (each.half() for each in inputs(batch, HEADS[0]))
-    got = flash.attend(q, k, v, cache, batch)
-    assert torch.equal(got, expected(q, cache, batch))
+    assert torch.equal(flash.attend(q, k, v, cache, batch), expected(q, cache, batch))
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, HEADS[0]), (torch.float16, (2, 1, 20))], ids=str)
 def test_what_flash_attention_cannot_compute_goes_through_triton(
-    dtype: torch.dtype, heads: tuple[int, int, int], vllm_flash: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: tuple[int, int, int], flash: AttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flash = make_backend("flash", torch.device("cuda"), 16)
-    monkeypatch.setattr(sys.modules["vllm.vllm_flash_attn"], "flash_attn_varlen_func", None)
+    monkeypatch.setattr(flash, "compute", None)
     batch = make_step(STEPS["mixed"], 16)
     q, k, v, cache = (each.to(dtype) for each in inputs(batch, heads))
     assert (flash.attend(q, k, v, cache, batch) - expected(q, cache, batch)).abs().max() < 2e-3
