@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ _KEPT = 8
 """Compilations after ready that the proof names."""
 _LOOK_S = 5.0
 """Chosen: between two looks at the caches of a server that is ready; listing two folders takes less than 1 ms."""
+_SHARE = 20
+"""Chosen: a look takes at most one of so many seconds, in folders with many files or far away."""
 
 logger = get_logger(__name__)
 _watch: CompilationWatch | None = None
@@ -47,13 +50,13 @@ class CompilationWatch:
 
     @property
     def warming(self) -> bool:
-        """Whether the launcher warms the server up."""
-        return self._marker.exists()
+        """Whether requests are the launcher's: there was a step, and it warms the server up."""
+        return self._step is not None and self._marker.exists()
 
     @property
     def ready(self) -> bool:
         """Whether requests are a user's: there was a step, and the launcher does not warm up any more."""
-        return self._step is not None and not self.warming
+        return self._step is not None and not self._marker.exists()
 
     def found(self, kernel: str | None) -> None:
         """Note the kernel that Triton has just found in its cache; None: it has compiled one."""
@@ -78,7 +81,7 @@ class CompilationWatch:
             else:
                 self._proof.before_ready += 1
                 logger.info("compiled before the server is ready: %s%s", what, self._shape())
-        if self.warming and self._step is not None and not loaded:
+        if self.warming and not loaded:
             # The launcher reads it as soon as the request is answered.
             self._session.writer.write()
         else:
@@ -141,9 +144,11 @@ def _follow_triton(watch: CompilationWatch) -> None:
 
 def _follow_caches(watch: CompilationWatch, folders: Caches) -> None:
     seen = set(cached_kernels(folders))
-    pause = threading.Event()
-    while not pause.wait(WARMING_S if watch.warming else _LOOK_S):
+    pause, took_s = threading.Event(), 0.0
+    while not pause.wait(max(_SHARE * took_s, WARMING_S if watch.warming else _LOOK_S)):
+        began = time.monotonic()
         now = set(cached_kernels(folders))
+        took_s = time.monotonic() - began
         for kernel in sorted(now - seen):
             watch.compiled(kernel)
         seen |= now
