@@ -35,10 +35,19 @@ def warm_up_deployment(
         max_model_len=deployment.servers[0].client.max_model_len(),
         drafts=plan.decision("speculation").status is Status.ON,
         handed_over=together,
-        captured=plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size,
+        captured=captured_up_to(plan),
     )
     clients = [service.client for service in services]
     return warm_up(clients, model, shapes, lambda: compilations(deployment), limit_s=limit_s, pause=pause, say=say)
+
+
+def captured_up_to(plan: Plan) -> int:
+    """Return the tokens up to which every step runs in a graph that vLLM captures at its start; 0: some do not."""
+    mode = (plan.serve_args.json_object("--compilation-config") or {}).get("cudagraph_mode", "PIECEWISE")
+    if "PIECEWISE" not in str(mode).upper():
+        # Then steps with prompts run without one, or are captured apart.
+        return 0
+    return plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size
 
 
 def compilations(deployment: Deployment) -> int:
