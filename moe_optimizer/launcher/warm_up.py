@@ -7,9 +7,10 @@ request wait. Everything goes over HTTP, as a user's requests do.
 from __future__ import annotations
 
 import concurrent.futures
+import operator
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +100,8 @@ def warm_up(
     pause: Callable[[float], None],
     say: Callable[[str], None],
 ) -> WarmUpResult:
-    """Send every group of requests to every server, and again those in which something was compiled, until nothing is
-    or the time is over.
+    """Send every group of requests to every server, and again those of a group up to the last one in which something
+    was compiled, until nothing is or the time is over.
 
     Args:
         clients: the servers.
@@ -115,27 +116,26 @@ def warm_up(
     deadline, first = begin + limit_s, compiled()
     before, sent, refused = first, 0, 0
     group_s: dict[str, float] = {}
-    again: Collection[str] = groups_for(shapes, seed=0).keys()
+    again = {name: len(requests) for name, requests in groups_for(shapes, seed=0).items()}
     for number in range(_ROUNDS):
-        groups = {name: each for name, each in groups_for(shapes, seed=number).items() if name in again}
-        again = []
-        for name, requests in groups.items():
+        groups = {name: each[: again.get(name, 0)] for name, each in groups_for(shapes, seed=number).items()}
+        again = {}
+        for name, requests in filter(operator.itemgetter(1), groups.items()):
             began = time.monotonic()
             say(f"warming up: round {number + 1}, {len(requests)} requests: {name}, {began - begin:.0f} s")
-            for request in requests:
+            for count, request in enumerate(requests, 1):
                 refused += not _answered(clients, model, request, deadline, pause)
+                now = compiled()
+                if now != before:
+                    before, again[name] = now, count
             sent += len(requests)
             group_s[name] = group_s.get(name, 0.0) + time.monotonic() - began
+        if not again:
+            pause(SETTLE_S)
             now = compiled()
             if now != before:
-                again.append(name)
-            before = now
-        pause(SETTLE_S)
-        now = compiled()
-        if now != before:
-            # It was seen too late to tell which of them needed it.
-            again = groups.keys()
-        before = now
+                # It was seen too late to tell which of them needed it.
+                before, again = now, {name: len(requests) for name, requests in groups.items()}
         if not again or time.monotonic() >= deadline:
             break
     return WarmUpResult(
@@ -201,6 +201,8 @@ def _mixed(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
 
 
 _SAMPLING: tuple[Mapping[str, Any], ...] = (
+    # First: what some versions of vLLM compile for it in every process has no others sent again.
+    {"logprobs": 5},
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 20},
@@ -209,7 +211,6 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"repetition_penalty": 1.1},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"logprobs": 0},
-    {"logprobs": 5},
     {"logprobs": 20},
     {"prompt_logprobs": 1},
     {"temperature": 0.8, "n": 2},

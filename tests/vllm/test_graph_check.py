@@ -24,8 +24,16 @@ torch = pytest.importorskip("torch")
 HIDDEN = 32
 PADDED = 8
 """Tokens of the only graph."""
+
+
+def ranks(world_size: int = 1, **parallel: int) -> SimpleNamespace:
+    """Return what vLLM says of the ranks that compute a step together."""
+    sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": world_size}
+    return SimpleNamespace(**{**sizes, **parallel}, enable_dbo=False)
+
+
 RIGHT = SimpleNamespace(
-    parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, enable_dbo=False),
+    parallel_config=ranks(),
     kv_transfer_config=None,
     model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
 )
@@ -178,11 +186,14 @@ def checked(server: Server, kind: Any, replayed: Forward = double, plain: Forwar
 
 
 @RUNNERS
-def test_a_right_graph_is_compared_in_two_replays_and_then_left_alone(server: Server, kind: Any) -> None:
-    found = checked(server, kind)
+@pytest.mark.parametrize(("world_size", "computed"), [(1, 1), (2, 3)])
+def test_a_right_graph_is_compared_and_then_left_alone(
+    server: Server, kind: Any, world_size: int, computed: int
+) -> None:
+    found = checked(server, kind, parallel_config=ranks(world_size))
     for seed in range(5):
         found.step(seed=seed)
-    assert found.runner.computed == 3, "twice beside the first replay, for the noise; once beside the second"
+    assert found.runner.computed == computed, "with others twice beside the first replay, and once beside the second"
     assert "passed before ready" in found.said
     assert "passed in 1 of 1 of vLLM's graphs" in found.said
 
@@ -206,8 +217,11 @@ MISTAKES: dict[str, Forward] = {
 
 @RUNNERS
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_graph_that_gives_something_else_ends_the_server(server: Server, kind: Any, mistake: str) -> None:
-    found = checked(server, kind, MISTAKES[mistake])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_that_gives_something_else_ends_the_server(
+    server: Server, kind: Any, mistake: str, world_size: int
+) -> None:
+    found = checked(server, kind, MISTAKES[mistake], parallel_config=ranks(world_size))
     found.step(seed=1)
     with pytest.raises(RequiredNotAppliedError, match="experts compute something else"):
         found.step(seed=2)
@@ -282,8 +296,8 @@ def test_graphs_are_compared_again_when_weights_have_changed(server: Server, kin
 @pytest.mark.parametrize(
     ("reason", "config"),
     [
-        ("data parallelism", {"parallel_config": SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1)}),
-        ("pipeline parallelism", {"parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)}),
+        ("data parallelism", {"parallel_config": ranks(2, data_parallel_size=2)}),
+        ("pipeline parallelism", {"parallel_config": ranks(2, pipeline_parallel_size=2)}),
         ("KV connector", {"kv_transfer_config": SimpleNamespace()}),
         ("keep a state", {"model_config": SimpleNamespace(is_hybrid=True, is_attention_free=False)}),
     ],

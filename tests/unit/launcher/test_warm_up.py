@@ -60,10 +60,12 @@ def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Fake, 
     assert any(line.startswith("warming up: round 2") for line in said), "the first round compiled something"
 
 
-def test_only_the_requests_in_which_something_compiled_are_sent_again(fake: Fake, tmp_path: Path) -> None:
+def test_a_group_is_sent_again_up_to_the_request_in_which_something_compiled(fake: Fake, tmp_path: Path) -> None:
     said = served(fake("sampler"), tmp_path, 60.0)
     (again,) = [line for line in said if line.startswith("warming up: round 2")]
-    assert "sampling" in again
+    names = [each.body.keys() for each in groups_for(SHAPES, seed=0)["sampling"]]
+    first = next(count for count, each in enumerate(names, 1) if "top_k" in each)
+    assert f"round 2, {first} requests: sampling" in again
     assert not any(line.startswith("warming up: round 3") for line in said)
 
 
