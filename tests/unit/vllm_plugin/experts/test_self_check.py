@@ -114,6 +114,19 @@ def last_token_forgotten(weights: KernelWeights, call: ExpertsCall) -> tuple[Ker
     return weights, call._replace(**rows)
 
 
+def test_no_row_of_a_large_call_stands_for_another() -> None:
+    """Rows are drawn for a part of it only."""
+    under_check, tokens, seen = layer(), 2500, list[Any]()
+
+    def kernel(call: ExpertsCall) -> None:
+        seen.append(call.x.clone())
+        under_check.format.compute(under_check.weights, call)
+
+    assert check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=(tokens,))}).reason == ""
+    assert seen[0].shape == (tokens, HIDDEN)
+    assert len({tuple(row) for row in seen[0].tolist()}) == tokens
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "mistake",
