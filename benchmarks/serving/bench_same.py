@@ -3,9 +3,10 @@
 Both servers of a pair are up at the same time, as `bench` has them where both fit, and are loaded in turns. A pair is
 started anew after some runs: what differs between two starts of one plan is chance too.
 
-Run it on a quiet machine:  python benchmarks/serving/bench_same.py --write
+Run it:  python benchmarks/serving/bench_same.py --write
 
-The record is written after each run. With --resume the runs of this machine's latest record count too.
+The machine need not be quiet: both servers of a pair meet the same noise. The record is written after each run, and
+says the load before it. With --resume the runs of this machine's latest record count too.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(share):
                 if not more():
                     break
+                # Each with its load: what else the machine does may change from run to run, and must not show.
+                when = {"date": first["date"], "load_average_before": round(os.getloadavg()[0], 2)}
                 run = measured(urls, Path(folder) / f"run-{number}", options)
-                runs.append(run | {"start": start, "commit": first["commit"]})
+                runs.append(run | when | {"start": start, "commit": first["commit"]})
                 print(f"run {len(runs)} of {options.runs}: {shown(run)}", flush=True)
                 if options.write:
                     write_record(first | summary(runs), cpu_slug(first["environment"]["cpu"]), SUBJECT)
