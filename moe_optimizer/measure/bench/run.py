@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -23,7 +23,7 @@ from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
 from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
 from moe_optimizer.measure.bench.schedule import Start, Turn, starts
-from moe_optimizer.measure.bench.side import RunningSide, StartFacts, opened, read_start, start_path
+from moe_optimizer.measure.bench.side import RunningSide, StartFacts, read_start, start_path, starting
 from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
@@ -70,12 +70,14 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
 
 
 def measure_sides(
-    request: BenchRequest, *, on_step: OnStep, stopping: Stopping = contextlib.nullcontext
+    request: BenchRequest, *, on_step: OnStep, stopping: Stopping = contextlib.nullcontext, at_once: bool = False
 ) -> list[MeasuredSide]:
     """Measure all sides under all loads, and return the samples of each.
 
     Args:
         request, on_step: as of `run_bench`.
+        at_once: servers that run side by side start at the same time, which takes hardly longer than one does; each is
+            ready later than it would be alone.
         stopping: what servers are stopped in, once all that was to be measured with them is.
 
     Raises: as `run_bench`.
@@ -87,7 +89,7 @@ def measure_sides(
         _forget_halves(request, start)
     pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
     for start in todo:
-        _measure(request, start, pace, on_step, stopping)
+        _measure(request, start, pace, on_step, stopping, at_once=at_once)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
@@ -118,21 +120,22 @@ def _kinds(turns: Sequence[Turn]) -> list[str]:
     return [str(turn.load) for turn in turns]
 
 
-def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, stopping: Stopping) -> None:
+def _measure(
+    request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, stopping: Stopping, *, at_once: bool
+) -> None:
     """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
     names = " and ".join(request.sides[side].name for side in start.sides)
     on_step(pace.begin(Pace.START), f"starting {names}")
     with contextlib.ExitStack() as stops, contextlib.ExitStack() as stack:
-        up = {
-            side: stack.enter_context(_opened(request, side, key))
-            for side, key in zip(start.sides, start.keys, strict=True)
-        }
+        # One is ready before the next starts, unless all of them start here.
+        begun = ((side, stack.enter_context(_starting(request, side, key))) for side, key in start.keyed)
+        up = {side: _ready(request, side, wait) for side, wait in (tuple(begun) if at_once else begun)}
         for side in reversed(start.sides):
             stack.callback(up[side].ask_to_stop)
         _send(request, start.turns, up, pace, on_step)
         for side in start.sides:
             up[side].check_alive(request.sides[side].name)
-        facts = {key: up[side].facts() for side, key in zip(start.sides, start.keys, strict=True)}
+        facts = {key: up[side].facts() for side, key in start.keyed}
         stops.enter_context(stopping())
         ended = time.monotonic()
     stop_s = time.monotonic() - ended
@@ -140,13 +143,15 @@ def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, s
         write_atomically(start_path(request.folder, key), dataclasses.replace(each, stop_s=stop_s).to_json())
 
 
-@contextlib.contextmanager
-def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]:
-    name = request.sides[side].name
-    with opened(request.sides[side], run_dir=request.folder / key, ready_timeout_s=request.ready_timeout_s) as server:
-        request.check_fits(name, server.max_model_len)
-        server.check_alive(name)
-        yield server
+def _starting(request: BenchRequest, side: int, key: str) -> AbstractContextManager[Callable[[], RunningSide]]:
+    return starting(request.sides[side], run_dir=request.folder / key, ready_timeout_s=request.ready_timeout_s)
+
+
+def _ready(request: BenchRequest, side: int, wait: Callable[[], RunningSide]) -> RunningSide:
+    server, name = wait(), request.sides[side].name
+    request.check_fits(name, server.max_model_len)
+    server.check_alive(name)
+    return server
 
 
 def _send(
@@ -235,7 +240,7 @@ class MeasuredSide:
         self.rounds: dict[Load, list[RoundSamples]] = {}
         self._discarded: Counter[Load] = Counter()
         for start in plan:
-            keys = dict(zip(start.sides, start.keys, strict=True))
+            keys = dict(start.keyed)
             if index in keys:
                 self._starts.append(read_start(start_path(request.folder, keys[index])))
             for turn in start.turns:

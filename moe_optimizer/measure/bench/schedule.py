@@ -34,6 +34,11 @@ class Start:
     """A name for the files of each side's start."""
     turns: tuple[Turn, ...]
 
+    @property
+    def keyed(self) -> tuple[tuple[int, str], ...]:
+        """Each side with the name for the files of its start."""
+        return tuple(zip(self.sides, self.keys, strict=True))
+
 
 def starts(loads: Sequence[Load], repetitions: int, num_sides: int, *, side_by_side: bool) -> tuple[Start, ...]:
     """Return the parts of a benchmark in order.

@@ -35,6 +35,7 @@ from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.proof.verdict import model_holders
 
 _FACTS_BYTES = 4096
+_STOCK_ENVIRONMENT = {env.DISABLE: "1"}
 STOCK = "stock"
 """The name of the side that is vLLM alone: the plugin changes nothing, and the arguments are only the user's."""
 
@@ -155,38 +156,54 @@ class RunningSide:
 
 @contextlib.contextmanager
 def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[RunningSide]:
+    """Start the server of a side, wait until it is ready, and stop it at the end of the block.
+
+    Raises: as `starting` and the function that it yields.
+    """
+    with starting(side, run_dir=run_dir, ready_timeout_s=ready_timeout_s) as wait:
+        yield wait()
+
+
+@contextlib.contextmanager
+def starting(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Callable[[], RunningSide]]:
     """Start the server of a side and stop it at the end of the block; one with a URL is only asked.
 
-    What runs must be what was planned: a benchmark of something else would be worse than none.
+    Yields a function that waits until the server is ready. What runs must be what was planned: a benchmark of something
+    else would be worse than none. The function raises:
 
-    Raises:
-        RequiredNotAppliedError: an optimization of the plan does not run.
-        ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
+    - RequiredNotAppliedError: an optimization of the plan does not run.
+    - ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
     """
     if side.url is not None:
-        yield ask(side.url)
+        url = side.url
+        yield lambda: ask(url)
         return
     assert side.plan is not None, "a side has a plan or a URL"
-    changes: Mapping[str, str] = {env.DISABLE: "1"} if side.name == STOCK else {}
-    shown = () if changes else (*side.plan.plugin_decisions, *flag_decisions(side.plan))
+    plan, changes = side.plan, dict(_STOCK_ENVIRONMENT if side.name == STOCK else {})
+    shown = () if changes else (*plan.plugin_decisions, *flag_decisions(plan))
     required = frozenset(decision.pass_name for decision in shown)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
-        # The server's environment is made of this process's, with the server.
-        stack.enter_context(changed_environment(changes))
-        run = Supervisor(side.plan, run_dir, require=required, warm_up_s=0.0 if changes else DEFAULT_LIMIT_S)
-        stack.enter_context(run.started())
-        info = run.wait_until_ready(ready_timeout_s)
-        yield RunningSide(
-            base_url=info.base_url,
-            model=info.model,
-            max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
-            ready_s=time.monotonic() - begin,
-            info=info,
-            planned=side.plan.memory,
-            caches=compile_caches(side.plan, os.environ),
-            ask_to_stop=run.ask_to_stop,
-        )
+        # The server's environment is made of this process's, with the server; another's is made of its own.
+        with changed_environment(changes):
+            run = Supervisor(plan, run_dir, require=required, warm_up_s=0.0 if changes else DEFAULT_LIMIT_S)
+            stack.enter_context(run.started())
+
+        def wait() -> RunningSide:
+            with changed_environment(changes):
+                info = run.wait_until_ready(ready_timeout_s)
+                return RunningSide(
+                    base_url=info.base_url,
+                    model=info.model,
+                    max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
+                    ready_s=time.monotonic() - begin,
+                    info=info,
+                    planned=plan.memory,
+                    caches=compile_caches(plan, os.environ),
+                    ask_to_stop=run.ask_to_stop,
+                )
+
+        yield wait
 
 
 def ask(url: str) -> RunningSide:

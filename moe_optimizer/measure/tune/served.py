@@ -119,7 +119,7 @@ class ServedMeasure:
         )
 
         def measure() -> Outcome:
-            sides = measure_sides(request, on_step=self._progress, stopping=self._stopping)
+            sides = measure_sides(request, on_step=self._progress, stopping=self._stopping, at_once=True)
             first, second = (self._trial(each, request) for each in sides)
             return Outcome(ours=first, theirs=second)
 

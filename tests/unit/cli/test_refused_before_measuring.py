@@ -27,7 +27,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tables, "measure_speeds", lambda asked, **_: seen.append(asked))
-    monkeypatch.setattr(run, "opened", lambda side, **_: seen.append(side))
+    monkeypatch.setattr(run, "starting", lambda side, **_: seen.append(side))
     return seen
 
 

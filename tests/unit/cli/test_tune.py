@@ -55,11 +55,11 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
     up: dict[str, Plan] = {}
 
     @contextlib.contextmanager
-    def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[RunningSide]:
+    def starting(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Callable[[], RunningSide]]:
         assert side.plan is not None
         url = f"http://{run_dir}"
         up[url] = side.plan
-        yield PaperSide(base_url=url, model="paper", max_model_len=8192, ready_s=1.0, info=None)
+        yield lambda: PaperSide(base_url=url, model="paper", max_model_len=8192, ready_s=1.0, info=None)
 
     def send(module: str, request: LoadRequest, *, on_step: Callable[[float, str], None], **_: Any) -> None:
         for number, each in enumerate(request.rounds):
@@ -77,7 +77,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
             Path(each.samples).write_text(json.dumps(samples), encoding="utf-8")
 
     monkeypatch.setattr(launch, "check", lambda *_, **__: None)
-    monkeypatch.setattr(run, "opened", opened)
+    monkeypatch.setattr(run, "starting", starting)
     monkeypatch.setattr(run, "run_measurement", send)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return slowness

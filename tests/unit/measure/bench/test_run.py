@@ -112,19 +112,45 @@ def test_servers_beside_each_other_stop_at_the_same_time(
     seen: list[str] = []
 
     @contextlib.contextmanager
-    def opened(side: Side, **how: Any) -> Iterator[RunningSide]:
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
         found = ask(str(side.url))
         try:
-            yield dataclasses.replace(found, ask_to_stop=lambda: seen.append(f"{side.name} is asked"))
+            yield lambda: dataclasses.replace(found, ask_to_stop=lambda: seen.append(f"{side.name} is asked"))
         finally:
             seen.append(f"{side.name} has stopped")
 
-    monkeypatch.setattr(run, "opened", opened)
+    monkeypatch.setattr(run, "starting", starting)
     if ends == "early":
         sender.after = lambda: sys.exit(1)
     with contextlib.suppress(SystemExit):
         bench(asked)
     assert seen == ["ours is asked", "theirs is asked", "theirs has stopped", "ours has stopped"]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "order"),
+    [
+        (False, ["ours starts", "ours is ready", "theirs starts", "theirs is ready"]),
+        (True, ["ours starts", "theirs starts", "ours is ready", "theirs is ready"]),
+    ],
+)
+def test_servers_start_at_the_same_time_only_where_nobody_asks_how_long_one_takes(
+    at_once: bool, order: list[str], sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        def wait() -> RunningSide:
+            seen.append(f"{side.name} is ready")
+            return ask(str(side.url))
+
+        seen.append(f"{side.name} starts")
+        yield wait
+
+    monkeypatch.setattr(run, "starting", starting)
+    run.measure_sides(asked, on_step=lambda share, text: None, at_once=at_once)
+    assert seen == order
 
 
 def test_how_long_the_servers_took_to_stop_is_kept(
@@ -133,12 +159,11 @@ def test_how_long_the_servers_took_to_stop_is_kept(
     now = [0.0]
 
     @contextlib.contextmanager
-    def slow_to_stop(side: Side, **how: Any) -> Iterator[RunningSide]:
-        assert side.url is not None
-        yield ask(side.url)
+    def slow_to_stop(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        yield lambda: ask(str(side.url))
         now[0] += 4.0
 
-    monkeypatch.setattr(run, "opened", slow_to_stop)
+    monkeypatch.setattr(run, "starting", slow_to_stop)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     bench(asked)
     assert [read_start(start_path(asked.folder, f"server-{side}")).stop_s for side in range(2)] == [8.0, 8.0]
@@ -200,10 +225,10 @@ def _with_servers_of_its_own(asked: BenchRequest, monkeypatch: pytest.MonkeyPatc
     urls = {side.name: side.url for side in asked.sides}
 
     @contextlib.contextmanager
-    def opened(side: Side, **how: Any) -> Iterator[RunningSide]:
-        yield ask(str(urls[side.name]))
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        yield lambda: ask(str(urls[side.name]))
 
-    monkeypatch.setattr(run, "opened", opened)
+    monkeypatch.setattr(run, "starting", starting)
     return dataclasses.replace(asked, sides=tuple(Side(name=side.name, plan=plan) for side in asked.sides))
 
 

@@ -69,7 +69,7 @@ def test_before_any_server_has_stopped_there_is_time_to_kill_two(
 def test_a_stop_after_the_last_round_is_not_cut_off(
     limits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(request: BenchRequest, *, on_step: OnStep, stopping: Stopping) -> list[Any]:
+    def measured(request: BenchRequest, *, on_step: OnStep, stopping: Stopping, at_once: bool) -> list[Any]:
         on_step(0.0, "starting")
         with stopping():
             limits.append(-1.0)
