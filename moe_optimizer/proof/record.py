@@ -165,6 +165,10 @@ class MemoryProof:
     kv_cache_bytes: int
     activation_bytes: int | None
     """As vLLM measured them, with an estimate for its graphs; None where it does not (CPU)."""
+    workspace_bytes: int | None = None
+    """What is neither weights nor cache, and outside PyTorch's allocator or a graph's: GPU. On a CPU all the rest of
+    the process, activations too. None where it is not known.
+    """
 
 
 @dataclass(slots=True, kw_only=True)

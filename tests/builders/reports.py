@@ -36,7 +36,9 @@ def full_inputs() -> Inputs:
             for decision in on
         },
         compilations=CompilationProof(before_ready=9, after_ready=0),
-        memory=MemoryProof(weight_bytes=57 << 30, kv_cache_bytes=9 << 30, activation_bytes=None),
+        memory=MemoryProof(
+            weight_bytes=57 << 30, kv_cache_bytes=9 << 30, activation_bytes=2 << 30, workspace_bytes=900 << 20
+        ),
     )  # fmt: skip
     return Inputs(
         runs=(Run(title="balanced", plan=plan, proofs=(proof,)),),

@@ -20,7 +20,14 @@ def memory_parts(plan: MemoryPlan, proofs: Sequence[Proof]) -> tuple[MemoryPart,
         MemoryPart(part="cache", planned_bytes=plan.kv_cache_bytes, found_bytes=cache),
     ]
     activations = [each.activation_bytes for each in found if each.activation_bytes is not None]
+    workspaces = [each.workspace_bytes for each in found if each.workspace_bytes is not None]
     if activations:
         measured = max(activations)
         parts.append(MemoryPart(part="activations", planned_bytes=plan.activation_bytes, found_bytes=measured))
+    if workspaces:
+        # Where nobody tells activations apart they are in it.
+        part, planned = "workspace", plan.workspace_bytes
+        if not activations:
+            part, planned = "activations and workspace", plan.activation_bytes + plan.workspace_bytes
+        parts.append(MemoryPart(part=part, planned_bytes=planned, found_bytes=max(workspaces)))
     return tuple(parts)

@@ -70,7 +70,7 @@ class WarmUp:
 class MemoryPart:
     """One part of the memory plan of the fullest device, and what was found there."""
 
-    part: Literal["weights", "cache", "activations"]
+    part: Literal["weights", "cache", "activations", "workspace", "activations and workspace"]
     planned_bytes: int
     found_bytes: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -15,7 +15,7 @@ from moe_optimizer.costs.expert_imbalance import load_report
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.measure.bench.memory_parts import memory_parts
-from moe_optimizer.measure.bench.result import BenchResult
+from moe_optimizer.measure.bench.result import BenchResult, MemoryPart
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.bench.statistics import ratio_in_words
 from moe_optimizer.measure.quality.intervals import Estimate
@@ -35,6 +35,7 @@ from moe_optimizer.measure.report.speed_figures import (
 from moe_optimizer.measure.report.svg import Picture, style_sheet
 from moe_optimizer.plan.decision import Decision, Status
 from moe_optimizer.plan.explain import render_commands
+from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds
@@ -85,6 +86,7 @@ def render_page(inputs: Inputs) -> str:
         load_name=load_name,
         decided=_decided,
         memory_found=lambda run: memory_parts(run.plan.memory, model_holders(run.proofs)),
+        memory_rows=_memory_rows,
         runs=[(run, workers(run)) for run in _named_runs(inputs, bench)],
         heatmap=_heatmap(inputs),
         load=None if inputs.load is None else load_report(inputs.load).mean,
@@ -125,6 +127,21 @@ def _title(inputs: Inputs, bench: BenchResult | None) -> str:
     if inputs.load is not None:
         return Path(inputs.load.model).name
     return "Decode steps" if inputs.ledgers else "Quality"
+
+
+def _memory_rows(plan: MemoryPlan, found: Sequence[MemoryPart]) -> list[tuple[str, int]]:
+    """Return each part with the bytes that are planned for it; parts that workers tell under another name too."""
+    rows = {
+        "weights": plan.weight_bytes,
+        "activations": plan.activation_bytes,
+        "workspace": plan.workspace_bytes,
+        **{each.part: each.planned_bytes for each in found},
+        "cache": plan.kv_cache_bytes,
+        "unused": plan.unused_bytes,
+        "budget": plan.budget_bytes,
+        "device": plan.total_bytes,
+    }
+    return list(rows.items())
 
 
 def _heatmap(inputs: Inputs) -> Markup | None:

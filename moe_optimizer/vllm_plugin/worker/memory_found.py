@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import psutil
+import torch
+
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.proof.record import MemoryProof
@@ -42,12 +45,29 @@ def memory_of(worker: Any) -> MemoryProof:
     runner = worker.model_runner
     model = runner.get_model()
     activations = getattr(worker, "peak_activation_memory", None)
+    weights, cache = _bytes([*model.parameters(), *model.buffers()]), _bytes(_tensors(runner.kv_caches))
     return MemoryProof(
-        weight_bytes=_bytes([*model.parameters(), *model.buffers()]),
-        kv_cache_bytes=_bytes(_tensors(runner.kv_caches)),
+        weight_bytes=weights,
+        kv_cache_bytes=cache,
         # vLLM measures it on GPUs, with an estimate for its graphs.
         activation_bytes=None if activations is None else int(activations),
+        workspace_bytes=_workspace_bytes(next(model.parameters()).device, weights + cache),
     )
+
+
+def _workspace_bytes(device: torch.device, held: int) -> int | None:
+    """Return the bytes of runtime, communication and graphs on a GPU; on a CPU those of the process without `held`."""
+    if device.type == "cpu":
+        # Never below what the tensors take: a page that nothing has touched yet is not there.
+        return max(0, psutil.Process().memory_info().rss - held)
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    own_pool = (0, 0)
+    graphs = sum(
+        each["total_size"] for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != own_pool
+    )
+    return total - free - torch.cuda.memory_reserved(device) + graphs
 
 
 def _tensors(found: Any) -> Iterator[Any]:
