@@ -83,10 +83,17 @@ PANELS = (
         description="Layers that stay as vLLM has them, or workers in which a pass is not applied.",
     ),
     Panel(
-        "FP8 weights at the largest number",
-        {"{{model_name}}": "moe_optimizer_fp8_saturated_weights_ratio{MODEL}"},
+        "FP8 numbers at the largest there is",
+        {
+            "weights, {{model_name}}": "moe_optimizer_fp8_saturated_weights_ratio{MODEL}",
+            "cache, {{model_name}}": (
+                "sum by (model_name) (rate(moe_optimizer_fp8_cache_saturated_values_total{MODEL}[RATE])) / "
+                "sum by (model_name) (rate(moe_optimizer_fp8_cache_sampled_values_total{MODEL}[RATE]))"
+            ),
+        },
         unit="percentunit",
-        description="A scale per block brings its largest weight there, and no other: more is clipping.",
+        description="A scale per block brings its largest weight there, and no other: more is clipping. "
+        "What is there of an FP8 cache was clipped, or nearly.",
     ),
     Panel("Kernels by tokens of a step", {"": "moe_optimizer_kernel_range{MODEL}"}, table=True),
     Panel("Passes", {"": "max by (pass, state) (moe_optimizer_pass_state{MODEL}) == 1"}, table=True),

@@ -172,6 +172,16 @@ class MemoryProof:
 
 
 @dataclass(slots=True, kw_only=True)
+class CacheSaturation:
+    """Numbers that serving has stored in an FP8 cache, of samples of it so far."""
+
+    values: int = 0
+    """Those that are not zero."""
+    saturated: int = 0
+    """Those of them whose magnitude is the largest that FP8 has."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Proof:
     """The proof of one process."""
 
@@ -195,6 +205,8 @@ class Proof:
     """None in a process that compiles nothing, or where nobody looks."""
     memory: MemoryProof | None = None
     """None in a process without a part of the model, and before its first step."""
+    cache_saturation: CacheSaturation | None = None
+    """None in a process without a cache in FP8."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -38,6 +38,7 @@ def kernel_metrics(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
     yield _calls(name, experts)
     yield _fallbacks(name, proofs)
     yield from _saturation(name, proofs)
+    yield from _cache_saturation(name, proofs)
 
 
 @functools.lru_cache(maxsize=4)
@@ -141,3 +142,19 @@ def _saturation(model: str, proofs: Sequence[Proof]) -> Iterator[Metric]:
 
 def _fp8_layers(proof: Proof) -> Sequence[LayerProof]:
     return proof.passes["fp8"].layers if "fp8" in proof.passes else ()
+
+
+def _cache_saturation(model: str, proofs: Sequence[Proof]) -> Iterator[Metric]:
+    """Yield both counts, 0 without a cache in FP8: a panel that shows nothing may be broken."""
+    known = [proof.cache_saturation for proof in proofs if proof.cache_saturation is not None]
+    for name, what, count in (
+        ("sampled", "Numbers", sum(each.values for each in known)),
+        ("saturated", "Numbers whose magnitude is the largest that FP8 has", sum(each.saturated for each in known)),
+    ):
+        metric = CounterMetricFamily(
+            f"{_PREFIX}_fp8_cache_{name}_values",
+            f"{what} in samples of the FP8 cache, all layers and workers together.",
+            labels=("model_name",),
+        )
+        metric.add_metric((model,), count)
+        yield metric

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.worker.cache_saturation import sample_cache
 from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
 from moe_optimizer.vllm_plugin.worker.compilations import note_step
 from moe_optimizer.vllm_plugin.worker.drafts import note_drafts
@@ -20,6 +21,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         prove_captured(self)
         prove_memory(self)
+        sample_cache(self, scheduler_output)
         count_step()
         note_step(scheduler_output)
         note_drafts(scheduler_output)

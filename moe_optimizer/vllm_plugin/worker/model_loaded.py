@@ -10,6 +10,7 @@ from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
 from moe_optimizer.vllm_plugin.session import PluginSession, current_session
+from moe_optimizer.vllm_plugin.worker.cache_saturation import watch_cache
 from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
 from moe_optimizer.vllm_plugin.worker.memory_found import await_memory
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
@@ -33,6 +34,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)
         await_memory(session)
+        watch_cache(session, str(self.vllm_config.cache_config.cache_dtype))
         return cache_specs
 
     return get_kv_cache_spec

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.planner import make_plan
-from moe_optimizer.proof.record import LayerProof, PassProof, Proof
+from moe_optimizer.proof.record import CacheSaturation, LayerProof, PassProof, Proof
 from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.vllm_plugin.kernel_metrics import kernel_metrics
 from tests.builders import cpu_machine, request, tiny_moe
@@ -113,3 +113,14 @@ def test_saturation_is_the_mean_over_the_weights_of_fp8_layers(tmp_path: Path) -
 def test_without_fp8_no_weight_is_saturated_and_of_what_vllm_converts_nothing_is_said(tmp_path: Path) -> None:
     assert samples_of(tmp_path, "fp8_saturated_weights_ratio", {"flash_dmoe": experts(LAYER)}) == {((), 0)}
     assert samples_of(tmp_path, "fp8_saturated_weights_ratio", {"fp8": PassProof(requested="x")}) == set()
+
+
+def test_the_samples_of_an_fp8_cache_are_summed_over_workers_and_0_without_one(tmp_path: Path) -> None:
+    proofs = [
+        Proof(role="worker", rank=rank, pid=rank, plan_digest="abc", versions={}, cache_saturation=found)
+        for rank, found in enumerate([CacheSaturation(values=8, saturated=1), CacheSaturation(values=4), None])
+    ]
+    for shown, expected in ((proofs, (12, 1)), (proofs[2:], (0, 0))):
+        values = {each.name: each.samples[0].value for each in kernel_metrics(tmp_path, shown) if each.samples}
+        found = tuple(values[f"moe_optimizer_fp8_cache_{name}_values"] for name in ("sampled", "saturated"))
+        assert found == expected
