@@ -106,7 +106,8 @@ class Tuning:
             measure = ServedMeasure(
                 side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
             )
-            found = search(question, measure, journal, show)
+            with contextlib.closing(measure):
+                found = search(question, measure, journal, show)
         result = self._written(found, plans, journal)
         if found.why_nothing and found.ended == "done":
             raise ServerFailedError(

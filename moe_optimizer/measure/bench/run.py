@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -23,7 +24,7 @@ from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
 from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
 from moe_optimizer.measure.bench.schedule import Start, Turn, starts
-from moe_optimizer.measure.bench.side import RunningSide, StartFacts, read_start, start_path, starting
+from moe_optimizer.measure.bench.side import RunningSide, StartFacts, Starting, read_start, start_path, starting
 from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
@@ -37,8 +38,19 @@ _ATTEMPTS = 8
 warmed up, compiled in three in a row on an H100: other token counts take other variants."""
 
 OnStep = Callable[[float, str], None]
-Stopping = Callable[[], AbstractContextManager[Any]]
-"""Makes the block in which servers are stopped that have answered everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """How servers are started and stopped."""
+
+    start: Starting
+    """As `starting`."""
+    at_once: bool = False
+    """Servers that run side by side start at the same time, which takes hardly longer than one does; each is ready
+    later than it would be alone."""
+    stopping: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    """Makes the block in which servers are stopped that have answered everything."""
 
 
 def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
@@ -69,27 +81,24 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
     return result
 
 
-def measure_sides(
-    request: BenchRequest, *, on_step: OnStep, stopping: Stopping = contextlib.nullcontext, at_once: bool = False
-) -> list[MeasuredSide]:
+def measure_sides(request: BenchRequest, *, on_step: OnStep, handling: Handling | None = None) -> list[MeasuredSide]:
     """Measure all sides under all loads, and return the samples of each.
 
     Args:
         request, on_step: as of `run_bench`.
-        at_once: servers that run side by side start at the same time, which takes hardly longer than one does; each is
-            ready later than it would be alone.
-        stopping: what servers are stopped in, once all that was to be measured with them is.
+        handling: of the servers; by default each is started alone.
 
     Raises: as `run_bench`.
     """
     request.claim_folder()
+    handling = handling or Handling(start=starting)
     plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
     todo = [start for start in plan if not _is_measured(request, start)]
     for start in todo:
         _forget_halves(request, start)
     pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
     for start in todo:
-        _measure(request, start, pace, on_step, stopping, at_once=at_once)
+        _measure(request, start, pace, on_step, handling)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
@@ -120,31 +129,32 @@ def _kinds(turns: Sequence[Turn]) -> list[str]:
     return [str(turn.load) for turn in turns]
 
 
-def _measure(
-    request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, stopping: Stopping, *, at_once: bool
-) -> None:
+def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, handling: Handling) -> None:
     """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
     names = " and ".join(request.sides[side].name for side in start.sides)
     on_step(pace.begin(Pace.START), f"starting {names}")
     with contextlib.ExitStack() as stops, contextlib.ExitStack() as stack:
         # One is ready before the next starts, unless all of them start here.
-        begun = ((side, stack.enter_context(_starting(request, side, key))) for side, key in start.keyed)
-        up = {side: _ready(request, side, wait) for side, wait in (tuple(begun) if at_once else begun)}
+        begun = ((side, stack.enter_context(_starting(request, side, key, handling))) for side, key in start.keyed)
+        up = {side: _ready(request, side, wait) for side, wait in (tuple(begun) if handling.at_once else begun)}
         for side in reversed(start.sides):
             stack.callback(up[side].ask_to_stop)
         _send(request, start.turns, up, pace, on_step)
         for side in start.sides:
             up[side].check_alive(request.sides[side].name)
         facts = {key: up[side].facts() for side, key in start.keyed}
-        stops.enter_context(stopping())
+        stops.enter_context(handling.stopping())
         ended = time.monotonic()
     stop_s = time.monotonic() - ended
     for key, each in facts.items():
         write_atomically(start_path(request.folder, key), dataclasses.replace(each, stop_s=stop_s).to_json())
 
 
-def _starting(request: BenchRequest, side: int, key: str) -> AbstractContextManager[Callable[[], RunningSide]]:
-    return starting(request.sides[side], run_dir=request.folder / key, ready_timeout_s=request.ready_timeout_s)
+def _starting(
+    request: BenchRequest, side: int, key: str, handling: Handling
+) -> AbstractContextManager[Callable[[], RunningSide]]:
+    run_dir = request.folder / key
+    return handling.start(request.sides[side], run_dir=run_dir, ready_timeout_s=request.ready_timeout_s)
 
 
 def _ready(request: BenchRequest, side: int, wait: Callable[[], RunningSide]) -> RunningSide:

@@ -7,9 +7,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -152,6 +153,16 @@ class RunningSide:
             process_bytes=resident or None,
             parts=memory_parts(self.planned, proofs) if self.planned is not None else (),
         )
+
+
+class Starting(Protocol):
+    """Starts the server of a side as `starting` does, which is one."""
+
+    def __call__(
+        self, side: Side, *, run_dir: Path, ready_timeout_s: float
+    ) -> AbstractContextManager[Callable[[], RunningSide]]:
+        """As `starting`."""
+        ...
 
 
 @contextlib.contextmanager

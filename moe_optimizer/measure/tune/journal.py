@@ -24,8 +24,9 @@ from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome
 from moe_optimizer.plan.json_codec import decode, encode
 
 _MAX_BYTES = 1 << 22
-_RELATIVE = {"paired": 1.0, "alone": 0.5, "judged": 1.0}
-"""Times of measurements that were not made yet, relative to one that was: they start two servers, or one."""
+_RELATIVE = {"paired": 1.0, "ablated": 1.0, "alone": 0.5, "judged": 1.0}
+"""Times of measurements that were not made yet, relative to one that was: they start two servers, or one. That of an
+ablated plan is often beside one that is up."""
 _CUT = ".cut"
 _BEFORE = "before.seconds"
 

@@ -208,7 +208,9 @@ class _Search:
             reason = f"not measured alone; the plan with it {shown}; {why}" if planned.is_on else f"not tried: {why}"
             self._note("ablation", planned.name, kept=whole_won, reason=reason, **facts)
             return whole_won
-        outcome, found = self._pair(ours, theirs)
+        # Where stock vLLM is the plan, the result is this comparison.
+        is_stock = self._identity(_BEST) == self._identity(STOCK)
+        outcome, found = self._pair(ours, theirs, kind="paired" if is_stock else "ablated")
         if found.word is None:
             self._compare("ablation", planned.name, theirs, outcome, found, kept=whole_won, **facts)
             return whole_won
@@ -361,9 +363,9 @@ class _Search:
         self._left_out |= bool(why)
         return why
 
-    def _pair(self, ours: Candidate, theirs: Candidate) -> tuple[Outcome, Comparison]:
+    def _pair(self, ours: Candidate, theirs: Candidate, *, kind: str = "paired") -> tuple[Outcome, Comparison]:
         outcome = self._measured(
-            "paired",
+            kind,
             (self._identity(ours), self._identity(theirs)),
             f"{ours} against {theirs}",
             lambda: self._measure.paired(ours, theirs),

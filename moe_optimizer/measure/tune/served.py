@@ -14,12 +14,13 @@ from types import FrameType
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
-from moe_optimizer.measure.bench.run import MeasuredSide, measure_sides
+from moe_optimizer.measure.bench.run import Handling, MeasuredSide, measure_sides
 from moe_optimizer.measure.bench.samples import RoundSamples, read_samples
 from moe_optimizer.measure.bench.schedule import Turn
-from moe_optimizer.measure.bench.side import Side, read_start, start_path
+from moe_optimizer.measure.bench.side import Side, read_start, start_path, starting
 from moe_optimizer.measure.tune.goal import Goal, figures
 from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.kept_server import KeptServer
 from moe_optimizer.measure.tune.trial import BudgetSpentError, Candidate, Hopeless, Outcome, Trial
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
@@ -30,6 +31,8 @@ _CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backe
 """Arguments with which vLLM computes otherwise."""
 _ONLY_WATCHES = ("expert_load",)
 """Passes of the plugin that compute nothing."""
+_WHOLE = Candidate()
+"""The plan as it was made."""
 _STOPPING_SHARE = 0.1
 """Chosen: of a budget, at most, to stop servers before any have shown how long that takes."""
 
@@ -69,6 +72,9 @@ class ServedMeasure:
         self._side_of, self._template, self._goal = side_of, template, goal
         self._judge, self._journal, self._on_step = judge, journal, on_step
         self._armed = False
+        self._kept = KeptServer()
+        self._asked = 0
+        """Pairs so far."""
         self._plans: dict[Candidate, Plan | MoeOptimizerError] = {}
 
     def why_not(self, candidate: Candidate) -> str:
@@ -111,24 +117,38 @@ class ServedMeasure:
         return self._plans[candidate]
 
     def paired(self, ours: Candidate, theirs: Candidate) -> Outcome:
-        """Measure two in turns, as `bench` does."""
-        request = dataclasses.replace(
-            self._template,
-            sides=(self._side_of(ours, 0), self._side_of(theirs, 1)),
-            folder=self._template.folder / f"paired-{self.identity(ours)}-{self.identity(theirs)}",
-        )
+        """Measure two in turns, as `bench` does. The server of the whole plan stays up for the next pair with it."""
+        # It is always on the port of the first side.
+        numbers = (1, 0) if theirs == _WHOLE else (0, 1)
+        sides = (self._side_of(ours, numbers[0]), self._side_of(theirs, numbers[1]))
+        folder = self._template.folder / f"paired-{self.identity(ours)}-{self.identity(theirs)}"
+        request = dataclasses.replace(self._template, sides=sides, folder=folder, asked_before=self._asked)
+        whole = next((side for side, of in zip(sides, (ours, theirs), strict=True) if of == _WHOLE), None)
+        self._asked += 1
 
         def measure() -> Outcome:
-            sides = measure_sides(request, on_step=self._progress, stopping=self._stopping, at_once=True)
-            first, second = (self._trial(each, request) for each in sides)
+            self._kept.keep(whole if self._keeps(request) else None)
+            handling = Handling(start=self._kept.starting, at_once=True, stopping=self._stopping)
+            first, second = (
+                self._trial(each, request) for each in measure_sides(request, on_step=self._progress, handling=handling)
+            )
             return Outcome(ours=first, theirs=second)
 
         return self._within_budget(measure)
+
+    def _keeps(self, request: BenchRequest) -> bool:
+        """Return whether a server may answer several measurements: no prompt must be in its prefix cache."""
+        return request.side_by_side and not (request.texts is not None and request.texts.whole)
+
+    def close(self) -> None:
+        """Stop the server that is kept."""
+        self._kept.close()
 
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
         """Measure one, and end it after a repetition that is hopeless."""
         folder = self._template.folder / f"alone-{self.identity(candidate)}"
         request = dataclasses.replace(self._template, sides=(self._side_of(candidate, 0),), folder=folder)
+        handling = Handling(start=starting, stopping=self._stopping)
 
         def watch(share: float, text: str) -> None:
             self._progress(share, text)
@@ -137,10 +157,11 @@ class ServedMeasure:
                 raise _HopelessError
 
         def measure() -> Outcome:
+            self._kept.keep(None)
             # Samples of a server that was stopped in the middle are of another start.
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                (side,) = measure_sides(request, on_step=watch, stopping=self._stopping)
+                (side,) = measure_sides(request, on_step=watch, handling=handling)
             except _HopelessError:
                 scores = tuple(self._goal.score(each) for each in _repetitions(request))
                 return Outcome(ours=Trial(scores=scores), pruned=True)
@@ -153,6 +174,7 @@ class ServedMeasure:
         folder = self._template.folder / f"judged-{self.identity(candidate)}"
 
         def measure() -> Outcome:
+            self._kept.keep(None)
             failed, blamed = self._judge(self.plan(candidate), folder)
             return Outcome(failed_metrics=failed, blamed=blamed)
 
@@ -202,7 +224,9 @@ class ServedMeasure:
         """
         seen = [read_start(path).stop_s for path in self._template.folder.glob(f"*/{start_path(Path(), '*')}")]
         known = [each for each in seen if each is not None]
-        return max(known, default=min(2 * STOP_MARGIN_S, _STOPPING_SHARE * self._journal.budget_s))
+        slowest = max(known, default=min(2 * STOP_MARGIN_S, _STOPPING_SHARE * self._journal.budget_s))
+        # The one that is kept stops after the others then.
+        return slowest * (2 if self._kept.is_up and known else 1)
 
 
 def planned(side: Side) -> Plan:

@@ -39,7 +39,7 @@ class StepBudget:
         return ""
 
 
-ABLATION = StepBudget(kind="paired", then=("paired",), until=0.75)
+ABLATION = StepBudget(kind="ablated", then=("paired",), until=0.75)
 """Each pass, then the result. Chosen: settings get a quarter at least."""
 SETTING = StepBudget(kind="alone", then=("paired", "paired"))
 """Each, then its confirmation and the result."""

@@ -135,7 +135,7 @@ def test_servers_beside_each_other_stop_at_the_same_time(
     ],
 )
 def test_servers_start_at_the_same_time_only_where_nobody_asks_how_long_one_takes(
-    at_once: bool, order: list[str], sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+    at_once: bool, order: list[str], sender: Sender, asked: BenchRequest
 ) -> None:
     seen: list[str] = []
 
@@ -148,8 +148,8 @@ def test_servers_start_at_the_same_time_only_where_nobody_asks_how_long_one_take
         seen.append(f"{side.name} starts")
         yield wait
 
-    monkeypatch.setattr(run, "starting", starting)
-    run.measure_sides(asked, on_step=lambda share, text: None, at_once=at_once)
+    handling = run.Handling(start=starting, at_once=at_once)
+    run.measure_sides(asked, on_step=lambda share, text: None, handling=handling)
     assert seen == order
 
 

@@ -13,7 +13,7 @@ from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import Limits, MemoryUse
-from moe_optimizer.measure.bench.run import OnStep, Stopping
+from moe_optimizer.measure.bench.run import Handling, OnStep
 from moe_optimizer.measure.bench.side import Side, StartFacts, start_path
 from moe_optimizer.measure.tune import served
 from moe_optimizer.measure.tune.goal import parse_goal
@@ -69,12 +69,12 @@ def test_before_any_server_has_stopped_there_is_time_to_kill_two(
 def test_a_stop_after_the_last_round_is_not_cut_off(
     limits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(request: BenchRequest, *, on_step: OnStep, stopping: Stopping, at_once: bool) -> list[Any]:
+    def measured(request: BenchRequest, *, on_step: OnStep, handling: Handling) -> list[Any]:
         on_step(0.0, "starting")
-        with stopping():
+        with handling.stopping():
             limits.append(-1.0)
         on_step(0.5, "starting again")
-        with stopping():
+        with handling.stopping():
             limits.append(-1.0)
         raise ServerFailedError("what comes of it is of no matter here")
 
