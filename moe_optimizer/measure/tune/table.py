@@ -12,7 +12,7 @@ from moe_optimizer.measure.tune.ledger import Entry, Step, TuneResult
 _WIDTH = 80
 _ENDED = {
     "done": "everything was tried",
-    "budget": "the budget was spent",
+    "budget": "the budget ended it",
     "interrupted": "interrupted",
 }
 

@@ -24,7 +24,7 @@ RESULT = TuneResult(
 
 def test_the_time_of_each_step_is_shown() -> None:
     shown = " ".join(render(RESULT).split())
-    assert "the budget was spent: 400 of 600 s (plan 100 s, ablation 180 s, else 120 s)" in shown
+    assert "the budget ended it: 400 of 600 s (plan 100 s, ablation 180 s, else 120 s)" in shown
 
 
 def test_an_interval_that_few_rounds_leave_open_stays_in_its_column() -> None:
