@@ -86,6 +86,11 @@ class QualityOptions(ServersOptions):
         "--tasks", "NAME|FILE,...", "Tasks of lm-evaluation-harness (mmlu,gsm8k), or YAML files of own ones."
     )
     task_limit: int | None = option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
+    task_data: str | None = option(
+        "--task-data",
+        "DIR",
+        "Folder with the data sets of --tasks by their names (DIR/openai/gsm8k), which then need no network.",
+    )
     run_dir: str | None = option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
     resume: bool = flag("--resume", "Go on with the run in --run-dir, or with the newest in runs/.")
 

@@ -74,7 +74,9 @@ def request_of(options: QualityOptions, lines: ProgressLines, sides: tuple[Side,
     tasks = tuple(each.strip() for each in (options.tasks or "").split(",") if each.strip())
     if options.task_limit is not None and not tasks:
         raise InputError("--task-limit: limits the questions of --tasks, and there are none", hint="leave it out")
-    check_tasks(tasks)
+    if options.task_data is not None and not tasks:
+        raise InputError("--task-data: is the data of --tasks, and there are none", hint="leave it out")
+    check_tasks(tasks, options.task_data)
     texts = shipped_texts() if options.data is None else text_of(Path(options.data))
     prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
     folder = run_folder(options.run_dir, "quality", resume=options.resume)
@@ -96,6 +98,7 @@ def request_of(options: QualityOptions, lines: ProgressLines, sides: tuple[Side,
         prompts=prompts,
         tasks=tasks,
         task_limit=options.task_limit,
+        task_data=options.task_data,
         model=options.model_name,
         folder=folder,
         ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,

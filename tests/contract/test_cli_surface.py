@@ -51,7 +51,8 @@ SURFACE = {
     "compare": COMMON | {"A", "B", "--allow-different"},
     "report": COMMON | {"SOURCE...", "--html"},
     "quality": COMMON | PLAN | {
-        "--plan", "--against", "--per-pass", "--data", "--tokens", "--prompts", "--tasks", "--task-limit", "--run-dir",
+        "--plan", "--against", "--per-pass", "--data", "--tokens", "--prompts", "--tasks", "--task-limit",
+        "--task-data", "--run-dir",
         "--resume",
         "--ready-timeout", "--calibrate",
     },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from moe_optimizer.measure.quality.request import Alone, QualityRequest, telling
 from moe_optimizer.measure.quality.result import QualityResult
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.quality.table import render
+from moe_optimizer.measure.quality.tasks import TaskAnswers, answer_tasks, check_tasks, compare_tasks, read_tasks
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
@@ -43,6 +45,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 from tests.free_ports import free_port
+from tests.task_data import QUESTIONS, STEM, write_task_data
 from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
@@ -256,6 +259,36 @@ def test_bench_says_that_a_plan_with_a_slow_pass_is_slower(slow: tuple[Found, Be
     verdicts = {each.metric: each.verdict for each in slow[1].verdicts}
     assert verdicts["output_tokens_per_s"] == "slower"
     assert [load.failed for side in slow[1].sides for load in side.loads] == [0, 0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+def test_mmlu_and_gsm8k_are_asked_of_both_servers_without_a_network_and_paired_by_question(
+    servers: tuple[Servers, QualityResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness's own tasks, on data in the formats of theirs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = write_task_data(tmp_path / "data")
+    tasks = ("mmlu_stem", "gsm8k")
+    check_tasks(tasks, str(data))
+    answers: list[TaskAnswers] = []
+    for number, side in enumerate((servers[0].stock, servers[0].base.plan)):
+        client, path = ServerClient(str(side.url)), tmp_path / f"{number}.json"
+        answer_tasks(
+            tasks, None, data=str(data), base_url=str(side.url), model=client.models()[0], tokenizer=str(TINY_MOE),
+            max_model_len=client.max_model_len(), path=path, log=tmp_path / "log", on_step=quietly,
+        )  # fmt: skip
+        answers.append(read_tasks(path))
+    found = {f"{each.task} {each.metric}": each for each in compare_tasks(*answers)}
+    assert {name: each.questions for name, each in found.items()} == {
+        "mmlu_stem acc": len(STEM) * QUESTIONS,
+        "gsm8k exact_match (strict-match)": QUESTIONS,
+        "gsm8k exact_match (flexible-extract)": QUESTIONS,
+    }
+    mmlu = found["mmlu_stem acc"]
+    # Of the four letters one is right: a model that knows nothing is right now and then.
+    assert 0 < mmlu.reference < 1
+    assert mmlu.plan - mmlu.reference == pytest.approx((mmlu.only_plan - mmlu.only_reference) / mmlu.questions)
 
 
 def test_a_users_prompts_reach_both_servers(servers: tuple[Servers, QualityResult], tmp_path: Path) -> None:

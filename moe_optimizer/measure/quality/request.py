@@ -53,6 +53,8 @@ class QualityRequest:
     tasks: tuple[str, ...] = ()
     task_limit: int | None = None
     """Questions of each task; None: all."""
+    task_data: str | None = None
+    """Folder with the data sets of tasks; None: where the harness finds them."""
     model: str
     folder: Path
     """Gets answers and the run folders; a run that was stopped goes on from what is there."""
@@ -73,7 +75,8 @@ class QualityRequest:
         """
         sides = [(side.name, side.url, side.served) for side in (self.plan, self.reference)]
         extent = (self.extent.positions, self.extent.generated)
-        question = [sides, self.texts, extent, self.top_logprobs, self.prompts, self.tasks, self.task_limit]
+        tasks = [self.tasks, self.task_limit, *([] if self.task_data is None else [self.task_data])]
+        question = [sides, self.texts, extent, self.top_logprobs, self.prompts, *tasks]
         claim_folder(self.folder, question, command="quality")
 
 

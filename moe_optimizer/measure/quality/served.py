@@ -112,8 +112,9 @@ def serve_side(
                 begin(_PROMPTS, f"{side.name}: the prompts")
                 _keep_texts(request, folder, client)
             answer_tasks(
-                request.tasks, request.task_limit, base_url=server.base_url, model=server.model,
-                tokenizer=request.model, path=tasks_path(folder), log=folder / "tasks.log",
+                request.tasks, request.task_limit, data=request.task_data, base_url=server.base_url,
+                model=server.model, tokenizer=request.model, max_model_len=server.max_model_len,
+                path=tasks_path(folder), log=folder / "tasks.log",
                 on_step=lambda _share, text: begin(_TASKS, f"{side.name}: {text}"),
             )  # fmt: skip
             server.check_alive(side.name)

@@ -31,7 +31,10 @@ TaskAnswers = Mapping[str, Mapping[str, float]]
 """"TASK METRIC" -> question -> score, 1 for a right answer."""
 
 _MODULE = "moe_optimizer.measure.quality.tasks"
+_FILES = (".yaml", ".yml")
 _METRICS = ("acc", "exact_match")
+_MOST_GENERATED = 256
+"""As the harness has it, where a task says nothing else and the server takes that much."""
 _GRACE_S = 5.0
 _MAX_BYTES = 256 << 20
 
@@ -45,17 +48,23 @@ class TaskRequest:
     tokenizer: str
     tasks: tuple[str, ...]
     limit: int | None
+    data: str | None
+    """Folder with data sets by their names; None: the harness finds them as it does."""
+    max_model_len: int
+    """Tokens of the longest prompt and completion that the server takes."""
     path: str
     """Of the file to write."""
 
 
-def check_tasks(tasks: Sequence[str]) -> None:
-    """Refuse tasks without the harness, names that it does not know, and files that are no task.
+def check_tasks(tasks: Sequence[str], data: str | None = None) -> None:
+    """Refuse tasks without the harness, names that it does not know, files that are no task, and no folder of data.
 
     Raises:
-        InputError: a file cannot be read or names no task, or there is no task of that name.
+        InputError: a file cannot be read or names no task, there is no task of that name, or no folder.
         UnsupportedError: the harness is not installed.
     """
+    if data is not None and not Path(data).is_dir():
+        raise InputError(f"--task-data: got {data!r:.200}, expected a folder")
     names = [each for each in tasks if isinstance(_specified(each), str)]
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise UnsupportedError(
@@ -70,7 +79,7 @@ def _specified(task: str) -> str | dict[str, Any]:
     Raises:
         InputError: the file cannot be read or names no task.
     """
-    if not task.endswith((".yaml", ".yml")):
+    if not task.endswith(_FILES):
         return task
     found = read_yaml(Path(task), origin=f"--tasks {task}", what="task").data
     if not isinstance(found, dict) or not isinstance(found.get("task"), str):
@@ -92,9 +101,11 @@ def answer_tasks(
     tasks: tuple[str, ...],
     limit: int | None,
     *,
+    data: str | None,
     base_url: str,
     model: str,
     tokenizer: str,
+    max_model_len: int,
     path: Path,
     log: Path,
     on_step: OnStep,
@@ -107,9 +118,23 @@ def answer_tasks(
     """
     if not tasks or path.exists():
         return
-    request = TaskRequest(base_url=base_url, model=model, tokenizer=tokenizer, tasks=tasks, limit=limit, path=str(path))
+    request = TaskRequest(
+        base_url=base_url,
+        model=model,
+        tokenizer=_absolute(tokenizer),
+        tasks=tuple(_absolute(each) if each.endswith(_FILES) else each for each in tasks),
+        limit=limit,
+        data=data,
+        max_model_len=max_model_len,
+        path=str(path.absolute()),
+    )
     key = {"OPENAI_API_KEY": os.environ.get("VLLM_API_KEY") or "none"}
     run_measurement(_MODULE, request, on_step=on_step, log=log, environment={**os.environ, **key}, grace_s=_GRACE_S)
+
+
+def _absolute(what: str) -> str:
+    """Return the absolute path of a file or folder that is here; a name as it is."""
+    return str(Path(what).absolute()) if Path(what).exists() else what
 
 
 def ask(request: TaskRequest, on_step: OnStep) -> int:
@@ -117,6 +142,9 @@ def ask(request: TaskRequest, on_step: OnStep) -> int:
     from lm_eval import simple_evaluate
 
     on_step(0.0, f"tasks {', '.join(request.tasks)}")
+    if request.data is not None:
+        # A data set is looked for in the working folder before it is asked for over the network.
+        os.chdir(request.data)
     found: Any = simple_evaluate(
         model="local-completions",
         model_args={
@@ -126,6 +154,9 @@ def ask(request: TaskRequest, on_step: OnStep) -> int:
             "num_concurrent": 8,
             "max_retries": 3,
             "tokenized_requests": True,
+            # The harness takes 2048 tokens for any server's longest, and cuts prompts off there.
+            "max_length": request.max_model_len,
+            "max_gen_toks": min(_MOST_GENERATED, request.max_model_len // 2),
         },
         tasks=[_specified(each) for each in request.tasks],
         limit=request.limit,

@@ -117,11 +117,21 @@ def test_a_url_cannot_be_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--against" in capsys.readouterr().err
 
 
-def test_a_limit_of_tasks_that_there_are_not_is_refused(
-    asked: list[QualityRequest], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("option", ["--task-limit", "--task-data"])
+def test_a_limit_or_data_of_tasks_that_there_are_not_is_refused(
+    option: str, asked: list[QualityRequest], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["quality", TINY_MOE, "--task-limit", "5"]) == ExitCode.BAD_INPUT
-    assert "--task-limit" in capsys.readouterr().err
+    assert main(["quality", TINY_MOE, option, "5"]) == ExitCode.BAD_INPUT
+    assert option in capsys.readouterr().err
+
+
+def test_data_of_tasks_that_is_no_folder_is_refused(
+    asked: list[QualityRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing")
+    assert main(["quality", TINY_MOE, "--tasks", "mmlu", "--task-data", missing]) == ExitCode.BAD_INPUT
+    assert "--task-data" in capsys.readouterr().err
+    assert not asked
 
 
 def test_a_pass_of_a_files_plan_is_alone_with_the_users_arguments(
