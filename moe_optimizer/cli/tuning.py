@@ -32,7 +32,7 @@ from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import NOTHING_COMPARED, Entry, TuneResult
 from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
-from moe_optimizer.measure.tune.served import ServedMeasure
+from moe_optimizer.measure.tune.served import ServedMeasure, planned
 from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.step_budget import TRITON_SHARE
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
@@ -40,6 +40,7 @@ from moe_optimizer.passes.registry import needed_by
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.profiles.schema import Quality
 
 _DEFAULT_GOAL = "throughput"
 _DEFAULT_BUDGET_S = 1200.0
@@ -99,12 +100,15 @@ class Tuning:
         journal = self._journal(plans, template, question)
         self._lines.release()
 
-        def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-            return self._judge(plan, plans.side(STOCK, 1), folder)
-
         with progress_bar("tune", lines=self._lines, folder=self.folder, share=lambda: journal.share) as show:
             measure = ServedMeasure(
-                side_of=plans.side, template=template, goal=self._goal, judge=judge, journal=journal, on_step=show
+                side_of=plans.side,
+                template=template,
+                goal=self._goal,
+                judge=self._judge,
+                journal=journal,
+                on_step=show,
+                top_logprobs=_top_logprobs(plan),
             )
             with contextlib.closing(measure):
                 found = search(question, measure, journal, show)
@@ -219,7 +223,7 @@ class Tuning:
             seed=self._options.seed,
         )
 
-    def _judge(self, plan: Plan, stock: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _judge(self, ours: Side, stock: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Compare a plan's answers with stock vLLM's; return the metrics not kept, and the passes at fault."""
         make_private_folder(folder)
         options = self._options
@@ -229,11 +233,19 @@ class Tuning:
             ready_timeout=options.ready_timeout,
             calibrate=options.calibrate,
         )
-        request = quality.request_of(asked, self._lines, (Side(name="candidate", plan=plan), stock))
+        sides = (dataclasses.replace(ours, name="candidate"), stock)
+        plan = planned(ours)
+        # Also of servers that are up: they were started so.
+        request = dataclasses.replace(quality.request_of(asked, self._lines, sides), top_logprobs=_top_logprobs(plan))
         found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
         judgement.keep(request.judged_plan, found)
         blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}
         return tuple(sorted({each.metric for each in found.failed})), tuple(sorted(blamed))
+
+
+def _top_logprobs(plan: Plan) -> int:
+    """Return of how many tokens of a position the quality gate asks for the probability."""
+    return Quality.model_validate_json(json.dumps(plan.profile.get("quality", {}))).top_logprobs
 
 
 def planned_passes(plan: Plan, *, with_text: bool) -> tuple[PlannedPass, ...]:

@@ -41,7 +41,6 @@ from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, sear
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.trial import Candidate
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 from tests.free_ports import free_port
@@ -231,12 +230,13 @@ def slow(servers: tuple[Servers, QualityResult], tmp_path_factory: pytest.TempPa
     def side_of(candidate: Candidate, number: int) -> Side:
         return at.base.plan if candidate == OURS else at.stock
 
-    def judge(plan: Plan, folder: Path) -> NoReturn:
+    def judge(ours: Side, theirs: Side, folder: Path) -> NoReturn:
         raise AssertionError("nothing is judged that has not won")
 
     goal, journal = parse_goal("throughput"), Journal(None, budget_s=600.0)
     measure = ServedMeasure(
-        side_of=side_of, template=template, goal=goal, judge=judge, journal=journal, on_step=quietly
+        side_of=side_of, template=template, goal=goal, judge=judge, journal=journal, on_step=quietly,
+        top_logprobs=TOP,
     )  # fmt: skip
     question = Question(goal=goal, passes=[PlannedPass(name="flash_dmoe")])
     with at.mistaken("slow"):

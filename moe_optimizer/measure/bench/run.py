@@ -49,6 +49,8 @@ class Handling:
     at_once: bool = False
     """Servers that run side by side start at the same time, which takes hardly longer than one does; each is ready
     later than it would be alone."""
+    stays: bool = False
+    """`start` keeps them up when the block ends."""
     stopping: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     """Makes the block in which servers are stopped that have answered everything."""
 
@@ -145,7 +147,7 @@ def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, h
         facts = {key: up[side].facts() for side, key in start.keyed}
         stops.enter_context(handling.stopping())
         ended = time.monotonic()
-    stop_s = time.monotonic() - ended
+    stop_s = None if handling.stays else time.monotonic() - ended
     for key, each in facts.items():
         write_atomically(start_path(request.folder, key), dataclasses.replace(each, stop_s=stop_s).to_json())
 

@@ -20,8 +20,8 @@ from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import Side, read_start, start_path, starting
 from moe_optimizer.measure.tune.goal import Goal, figures
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.kept_server import KeptServer
-from moe_optimizer.measure.tune.trial import BudgetSpentError, Candidate, Hopeless, Outcome, Trial
+from moe_optimizer.measure.tune.server_pool import ServerPool
+from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Hopeless, Outcome, Trial
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
 
@@ -31,13 +31,12 @@ _CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backe
 """Arguments with which vLLM computes otherwise."""
 _ONLY_WATCHES = ("expert_load",)
 """Passes of the plugin that compute nothing."""
-_WHOLE = Candidate()
-"""The plan as it was made."""
 _STOPPING_SHARE = 0.1
 """Chosen: of a budget, at most, to stop servers before any have shown how long that takes."""
 
-Judge = Callable[[Plan, Path], tuple[tuple[str, ...], tuple[str, ...]]]
-"""Takes a plan and a folder; returns the metrics that were not kept, and the passes at fault."""
+Judge = Callable[[Side, Side, Path], tuple[tuple[str, ...], tuple[str, ...]]]
+"""Takes a plan, stock vLLM and a folder; returns the metrics that were not kept, and the passes at fault. The sides
+have the URLs of their servers where these are up."""
 SideOf = Callable[[Candidate, int], Side]
 """Takes a candidate and the number of its side, which has a port of its own; raises where there is no such plan."""
 OnStep = Callable[[float, str], None]
@@ -57,6 +56,7 @@ class ServedMeasure:
         judge: compares answers with those of stock vLLM.
         journal: has the time that is left.
         on_step: takes the share of this run's time that is over, and what is done.
+        top_logprobs: of a position, that `judge` asks for.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class ServedMeasure:
         judge: Judge,
         journal: Journal,
         on_step: OnStep,
+        top_logprobs: int,
     ) -> None:
         self._side_of, self._template, self._goal = side_of, template, goal
         self._judge, self._journal, self._on_step = judge, journal, on_step
         self._armed = False
-        self._kept = KeptServer()
+        self._pool = ServerPool(top_logprobs=top_logprobs)
         self._asked = 0
-        """Pairs so far."""
+        """Measurements so far."""
         self._plans: dict[Candidate, Plan | MoeOptimizerError] = {}
 
     def why_not(self, candidate: Candidate) -> str:
@@ -117,49 +118,34 @@ class ServedMeasure:
         return self._plans[candidate]
 
     def paired(self, ours: Candidate, theirs: Candidate) -> Outcome:
-        """Measure two in turns, as `bench` does. The server of the whole plan stays up for the next pair with it."""
-        # It is always on the port of the first side.
-        numbers = (1, 0) if theirs == _WHOLE else (0, 1)
-        sides = (self._side_of(ours, numbers[0]), self._side_of(theirs, numbers[1]))
+        """Measure two in turns, as `bench` does. What is up of an earlier measurement is not started again."""
         folder = self._template.folder / f"paired-{self.identity(ours)}-{self.identity(theirs)}"
-        request = dataclasses.replace(self._template, sides=sides, folder=folder, asked_before=self._asked)
-        whole = next((side for side, of in zip(sides, (ours, theirs), strict=True) if of == _WHOLE), None)
-        self._asked += 1
 
         def measure() -> Outcome:
-            self._kept.keep(whole if self._keeps(request) else None)
-            handling = Handling(start=self._kept.starting, at_once=True, stopping=self._stopping)
-            first, second = (
-                self._trial(each, request) for each in measure_sides(request, on_step=self._progress, handling=handling)
-            )
+            sides, handling = self._servers(ours, theirs)
+            request = self._request(folder, sides)
+            measured = measure_sides(request, on_step=self._progress, handling=handling)
+            first, second = (self._trial(each, request) for each in measured)
             return Outcome(ours=first, theirs=second)
 
         return self._within_budget(measure)
 
-    def _keeps(self, request: BenchRequest) -> bool:
-        """Return whether a server may answer several measurements: no prompt must be in its prefix cache."""
-        return request.side_by_side and not (request.texts is not None and request.texts.whole)
-
-    def close(self) -> None:
-        """Stop the server that is kept."""
-        self._kept.close()
-
     def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
         """Measure one, and end it after a repetition that is hopeless."""
         folder = self._template.folder / f"alone-{self.identity(candidate)}"
-        request = dataclasses.replace(self._template, sides=(self._side_of(candidate, 0),), folder=folder)
-        handling = Handling(start=starting, stopping=self._stopping)
-
-        def watch(share: float, text: str) -> None:
-            self._progress(share, text)
-            scores = [self._goal.score(each) for each in _repetitions(request)]
-            if scores and len(scores) < request.repetitions and hopeless(scores):
-                raise _HopelessError
 
         def measure() -> Outcome:
-            self._kept.keep(None)
             # Samples of a server that was stopped in the middle are of another start.
             shutil.rmtree(folder, ignore_errors=True)
+            sides, handling = self._servers(candidate)
+            request = self._request(folder, sides)
+
+            def watch(share: float, text: str) -> None:
+                self._progress(share, text)
+                scores = [self._goal.score(each) for each in _repetitions(request)]
+                if scores and len(scores) < request.repetitions and hopeless(scores):
+                    raise _HopelessError
+
             try:
                 (side,) = measure_sides(request, on_step=watch, handling=handling)
             except _HopelessError:
@@ -174,11 +160,54 @@ class ServedMeasure:
         folder = self._template.folder / f"judged-{self.identity(candidate)}"
 
         def measure() -> Outcome:
-            self._kept.keep(None)
-            failed, blamed = self._judge(self.plan(candidate), folder)
+            sides, handling = self._servers(candidate, STOCK)
+            with contextlib.ExitStack() as stack:
+                if handling.stays:
+                    begun = [
+                        stack.enter_context(
+                            handling.start(side, run_dir=folder / f"server-{number}", ready_timeout_s=self._timeout_s)
+                        )
+                        for number, side in enumerate(sides)
+                    ]
+                    sides = tuple(
+                        dataclasses.replace(side, url=wait().base_url) for side, wait in zip(sides, begun, strict=True)
+                    )
+                failed, blamed = self._judge(sides[0], sides[1], folder)
             return Outcome(failed_metrics=failed, blamed=blamed)
 
         return self._within_budget(measure)
+
+    def close(self) -> None:
+        """Stop the servers that are up."""
+        self._pool.close()
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._template.ready_timeout_s
+
+    def _request(self, folder: Path, sides: tuple[Side, ...]) -> BenchRequest:
+        # No prompt must be in the prefix cache of a server that was asked before.
+        self._asked += 1
+        return dataclasses.replace(self._template, sides=sides, folder=folder, asked_before=self._asked)
+
+    def _servers(self, *candidates: Candidate) -> tuple[tuple[Side, ...], Handling]:
+        """Return the sides of candidates, one or two, and how their servers are handled."""
+        if not self._keeps(candidates):
+            self._pool.close()
+            sides = tuple(self._side_of(each, number) for number, each in enumerate(candidates))
+            return sides, Handling(start=starting, at_once=True, stopping=self._stopping)
+        keys = tuple(map(self.identity, candidates))
+        slots = self._pool.slots_for(keys)
+        sides = tuple(self._side_of(each, slot) for each, slot in zip(candidates, slots, strict=True))
+        start = self._pool.start_of(sides, keys, slots)
+        return sides, Handling(start=start, at_once=True, stays=True, stopping=self._stopping)
+
+    def _keeps(self, candidates: tuple[Candidate, ...]) -> bool:
+        """Return whether servers stay up: two fit beside each other, and none gets a prompt twice."""
+        texts = self._template.texts
+        sides = tuple(self._side_of(each, number) for number, each in enumerate((*candidates, STOCK)[:2]))
+        beside = dataclasses.replace(self._template, sides=sides)
+        return beside.side_by_side and not (texts is not None and texts.whole)
 
     def _trial(self, side: MeasuredSide, request: BenchRequest) -> Trial:
         repetitions = [[side.rounds[load][each] for load in request.loads] for each in range(request.repetitions)]
@@ -223,10 +252,8 @@ class ServedMeasure:
         It is as much as those took that took longest so far; before any did, what two may take until they are killed.
         """
         seen = [read_start(path).stop_s for path in self._template.folder.glob(f"*/{start_path(Path(), '*')}")]
-        known = [each for each in seen if each is not None]
-        slowest = max(known, default=min(2 * STOP_MARGIN_S, _STOPPING_SHARE * self._journal.budget_s))
-        # The one that is kept stops after the others then.
-        return slowest * (2 if self._kept.is_up and known else 1)
+        known = [each for each in (*seen, self._pool.slowest_stop_s) if each is not None]
+        return max(known, default=min(2 * STOP_MARGIN_S, _STOPPING_SHARE * self._journal.budget_s))
 
 
 def planned(side: Side) -> Plan:

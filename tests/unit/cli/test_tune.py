@@ -23,8 +23,8 @@ from moe_optimizer.measure.bench.trace import read_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest
 from moe_optimizer.measure.quality.request import QualityRequest
 from moe_optimizer.measure.quality.result import QualityResult
-from moe_optimizer.measure.tune import kept_server
 from moe_optimizer.measure.tune import served as tune_served
+from moe_optimizer.measure.tune import server_pool
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
 from tests.builders.quality import failure, quality_result
@@ -79,7 +79,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
             Path(each.samples).write_text(json.dumps(samples), encoding="utf-8")
 
     monkeypatch.setattr(launch, "check", lambda *_, **__: None)
-    for place in (run, kept_server, tune_served):
+    for place in (run, server_pool, tune_served):
         monkeypatch.setattr(place, "starting", starting)
     monkeypatch.setattr(run, "run_measurement", send)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

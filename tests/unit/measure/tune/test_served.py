@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,12 @@ from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import Limits, MemoryUse
 from moe_optimizer.measure.bench.run import Handling, OnStep
-from moe_optimizer.measure.bench.side import Side, StartFacts, start_path
-from moe_optimizer.measure.tune import served
+from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, start_path
+from moe_optimizer.measure.tune import served, server_pool
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
-from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders.machines import cpu_machine
 from tests.builders.models import tiny_moe
@@ -33,7 +34,13 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(signal, "setitimer", lambda _which, seconds: found.append(seconds))
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    monkeypatch.setattr(server_pool, "starting", paper_start)
     return found
+
+
+@contextlib.contextmanager
+def paper_start(side: Side, **_: Any) -> Iterator[Callable[[], RunningSide]]:
+    yield lambda: RunningSide(base_url=f"http://{side.name}", model="x", max_model_len=1, ready_s=1.0, info=None)
 
 
 def served_by(folder: Path, *, budget_s: float) -> ServedMeasure:
@@ -45,12 +52,12 @@ def served_by(folder: Path, *, budget_s: float) -> ServedMeasure:
     def nobody(candidate: Candidate, number: int) -> Side:
         return Side(name="paper", plan=make_plan(request(tiny_moe(), cpu_machine())))
 
-    def judge(plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def judge(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), ()
 
     return ServedMeasure(
         side_of=nobody, template=template, goal=parse_goal("latency"), judge=judge,
-        journal=Journal(None, budget_s=budget_s), on_step=lambda share, text: None,
+        journal=Journal(None, budget_s=budget_s), on_step=lambda share, text: None, top_logprobs=20,
     )  # fmt: skip
 
 
