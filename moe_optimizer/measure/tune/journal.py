@@ -24,9 +24,10 @@ from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome
 from moe_optimizer.plan.json_codec import decode, encode
 
 _MAX_BYTES = 1 << 22
-_RELATIVE = {"paired": 1.0, "ablated": 1.0, "alone": 0.5, "judged": 1.0}
-"""Times of measurements that were not made yet, relative to one that was: they start two servers, or one. That of an
-ablated plan is often beside one that is up."""
+_RELATIVE = {"paired": 1.0, "ablated": 1.0, "alone": 0.5, "judged": 0.5}
+"""Times of measurements that were not made yet, relative to one that was. A pair starts two servers at most, or two for
+each repetition where they do not fit beside each other; a judgement asks the pair before it, or starts two once.
+"""
 _CUT = ".cut"
 _BEFORE = "before.seconds"
 
