@@ -20,7 +20,7 @@ from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, star
 from moe_optimizer.measure.tune import served, server_pool
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.served import ServedMeasure
+from moe_optimizer.measure.tune.served import Judge, ServedMeasure
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.planner import make_plan
 from tests.builders.machines import cpu_machine
@@ -43,17 +43,20 @@ def paper_start(side: Side, **_: Any) -> Iterator[Callable[[], RunningSide]]:
     yield lambda: RunningSide(base_url=f"http://{side.name}", model="x", max_model_len=1, ready_s=1.0, info=None)
 
 
-def served_by(folder: Path, *, budget_s: float) -> ServedMeasure:
+def right(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return (), ()
+
+
+def served_by(folder: Path, *, budget_s: float, judge: Judge = right) -> ServedMeasure:
     template = BenchRequest(
         command=(), sides=(), workload_name="x", workload=None, repetitions=2, limits=Limits(),
         folder=folder, tokenizer="x", trust_remote_code=False, ready_timeout_s=1,
     )  # fmt: skip
 
     def nobody(candidate: Candidate, number: int) -> Side:
-        return Side(name="paper", plan=make_plan(request(tiny_moe(), cpu_machine())))
-
-    def judge(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (), ()
+        # Another plan for stock vLLM, so that it is another server.
+        plan = make_plan(request(tiny_moe(), cpu_machine(), batch_size=8 if candidate.stock else 16))
+        return Side(name="stock" if candidate.stock else "the plan", plan=plan)
 
     return ServedMeasure(
         side_of=nobody, template=template, goal=parse_goal("latency"), judge=judge,
@@ -99,3 +102,36 @@ def test_servers_have_the_time_to_stop_that_the_slowest_took(limits: list[float]
         path.write_text(dataclasses.replace(facts, stop_s=stop_s).to_json(), encoding="utf-8")
     judged(tmp_path, budget_s=1200.0)
     assert limits[0] == 1193.0
+
+
+def test_a_pair_that_was_measured_is_judged_where_it_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[float]
+) -> None:
+    started: list[str] = []
+    seen: list[str | None] = []
+
+    @contextlib.contextmanager
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        started.append(side.name)
+        with paper_start(side, **how) as wait:
+            yield lambda: dataclasses.replace(wait(), ask_to_stop=lambda: None)
+
+    def measured(request: BenchRequest, *, on_step: OnStep, handling: Handling) -> list[Any]:
+        with contextlib.ExitStack() as stack:
+            how: Any = {"run_dir": tmp_path, "ready_timeout_s": 1.0}
+            for wait in [stack.enter_context(handling.start(side, **how)) for side in request.sides]:
+                wait()
+        raise ServerFailedError("what comes of it is of no matter here")
+
+    def judge(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        seen.extend([ours.url, theirs.url])
+        return (), ()
+
+    monkeypatch.setattr(served, "measure_sides", measured)
+    monkeypatch.setattr(server_pool, "starting", starting)
+    monkeypatch.setattr(server_pool, "_is_alive", lambda *_: True)
+    measure = served_by(tmp_path, budget_s=100.0, judge=judge)
+    measure.paired(Candidate(), STOCK)
+    measure.judged(Candidate())
+    assert started == ["the plan", "stock"]
+    assert seen == ["http://the plan", "http://stock"]
