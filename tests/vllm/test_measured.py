@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import re
 import shutil
@@ -49,6 +48,8 @@ from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
 TOP = 64
+LM_EVAL = os.environ.get("MOE_TEST_LM_EVAL", "")
+"""Where `pip install --target` has put it: servers that find what it needs beside it do not start as forks."""
 
 
 @dataclass(frozen=True)
@@ -261,12 +262,13 @@ def test_bench_says_that_a_plan_with_a_slow_pass_is_slower(slow: tuple[Found, Be
     assert [load.failed for side in slow[1].sides for load in side.loads] == [0, 0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+@pytest.mark.skipif(not LM_EVAL, reason="MOE_TEST_LM_EVAL names no folder with lm-evaluation-harness")
 def test_mmlu_and_gsm8k_are_asked_of_both_servers_without_a_network_and_paired_by_question(
     servers: tuple[Servers, QualityResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The harness's own tasks, on data in the formats of theirs."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", LM_EVAL, prepend=os.pathsep)
+    monkeypatch.syspath_prepend(LM_EVAL)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = write_task_data(tmp_path / "data")
     tasks = ("mmlu_stem", "gsm8k")
