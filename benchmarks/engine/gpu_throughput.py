@@ -10,7 +10,8 @@ of a step before it prepares the next: "host_waits" in the record, async_schedul
 profile "balanced", which has nothing to do for a dense model; engine-flash and engine-triton are the engine with that
 attention, which "engine" chooses itself. Each side runs in a process of its own, and some of its requests before they
 are timed. With several GPUs a side of a workload takes the next that is free. The record is written after each sample,
-so what was found stays when a later one fails, or the limit of the whole run ends it; a FILE that is there is continued.
+so what was found stays when a later one fails, or the limit of the whole run ends it; a FILE that is there is gone on
+with.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--enable-fp8", action="store_true", help="vLLM alone then has its online FP8 by block")
-    parser.add_argument("--sides", default=",".join(SIDES), help="default: both; of one alone, each on a GPU of its own")
+    parser.add_argument(
+        "--sides", default=",".join(SIDES), help="default: both; of one alone, each on a GPU of its own"
+    )
     parser.add_argument("--turns", type=int, default=2, help="starts of each side (default: 2)")
     parser.add_argument("--total-s", type=float, default=500, help="for all; what does not fit is left out")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
