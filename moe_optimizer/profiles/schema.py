@@ -62,10 +62,9 @@ class PassSection(Section):
 class FlashDmoeSection(PassSection):
     """Our expert kernels."""
 
-    fused_router: Literal["auto", "on", "off"] = "auto"
+    fused_router: Literal["on", "off"] = "off"
     """on: on GPUs one launch multiplies the gate and chooses the experts of up to 8 tokens, where our kernels compute
-    them and vLLM's layer holds an unquantised gate; off: vLLM does; auto: on for gates and GPUs with which it was
-    measured to be faster."""
+    them and vLLM's layer holds an unquantised gate; off: vLLM does. Off until a server was measured to gain by it."""
 
 
 class Fp8Section(PassSection):
