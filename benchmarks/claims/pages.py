@@ -35,6 +35,7 @@ _H100_FP8, _FP8_LINEARS = "2026-11-22_h100_fp8_served", "2026-11-22_h100_fp8_lin
 _SPECULATION, _VERIFY_STEPS = "2026-11-23_epyc_speculation", "2026-11-25_h100_verify_steps"
 _DECODE_CHECK, _DECODE_H100 = "2026-11-23_epyc_decode_check", "2026-11-23_h100_decode_check"
 _TUNED = "2026-11-20_h200_tuned_configs"
+_STARTS, _ENGINE_ASYNC = "2026-11-26_h200_starts", "2026-11-26_h200_engine_throughput"
 _CLIENTS = ("1", "16", "128")
 
 
@@ -105,6 +106,22 @@ def _step_of_256(record: Any) -> list[float]:
     (step,) = [each for each in record["steps"] if each["batch"] == 256]
     (attention,) = [each["ms"] for each in step["kernels"] if each["name"] == "_attend"]
     return [step["step_ms"], step["gpu_idle_ms"], attention]
+
+
+def _nano_ways(record: Any) -> list[float]:
+    sides = record["results"]["nano"]
+    ways = (sides["engine"], sides["engine"]["host_waits"], sides["engine-triton"], sides["vllm"])
+    return [way["output_tokens_per_s"] for way in ways]
+
+
+def _gate_layer(record: Any, shape: str, tokens: int) -> list[float]:
+    (samples,) = (
+        case["samples_us"]
+        for case in record["cases"]
+        if (case["shape"]["name"], case["what"], case["tokens"]) == (shape, "layer", tokens)
+    )
+    sides = ("norm, F.linear, topk_softmax, ours", "norm, gate_topk, ours")
+    return [statistics.median(samples[side]) for side in sides]
 
 
 def _gate(record: Any, tokens: str) -> list[float]:
@@ -493,6 +510,18 @@ CLAIMS = [
                          for each in ("median_s", "max_s", "cpu_median_s")]),
     Claim("docs/engine.md", "output tokens/s | {16,493}; vLLM 0.26 {18,978} |", (_ENGINE_BOTH,),
           lambda found: [found["results"]["nano"][side]["output_tokens_per_s"] for side in ("engine", "vllm")]),
+    Claim("docs/engine.md", "| {22,941}; {20,271}; {22,199}; vLLM 0.26 {23,336} |", (_ENGINE_ASYNC,),
+          _nano_ways),
+    Claim("docs/usage.md", "answered after {137} s and ours was ready after {162}, of which {25} went", (_STARTS,),
+          lambda found: [found["starts"][0]["ready_s"], found["starts"][2]["ready_s"],
+                         found["starts"][2]["phases_s"]["warm-up: sampling"]]),
+    Claim("docs/usage.md", "a second start took {66} and {84} s", (_STARTS,),
+          lambda found: [found["starts"][1]["ready_s"], found["starts"][3]["ready_s"]]),
+    Claim("docs/passes/flash_dmoe.md", "{35.8} us became {30.2} at 1 token and {135.8} became {132.8} at 8",
+          ("2026-11-26_h200_gate_topk",), lambda found: [*_gate_layer(found, "qwen3-30b-a3b", 1),
+                                                         *_gate_layer(found, "qwen3-30b-a3b", 8)]),
+    Claim("docs/passes/flash_dmoe.md", "{39.0} became {32.5}", ("2026-11-26_h200_gate_topk",),
+          lambda found: _gate_layer(found, "qwen3-235b-a22b-tp4", 1)),
     Claim("docs/engine.md", "{4.45} and {25.3} ms; vLLM 0.26 {4.71} and {24.7} ms", (_ENGINE_BOTH,), _decodes),
     Claim("docs/engine.md", "{4.30} and {24.4} ms", (_ENGINE_H100,), _decodes),
     Claim("docs/engine.md", "{9.8} ms, {1.4} ms; attention {6.7} ms", ("2026-11-25_h100_engine_decode_step",),
