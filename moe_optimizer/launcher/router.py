@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from moe_optimizer import env, supervised
@@ -37,12 +39,27 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
         raise UnsupportedError(
             "several servers need vllm-router, which is not installed here", hint="run: pip install vllm-router"
         )
+    missing = _missing_for_the_router()
+    if missing:
+        # It starts last: without this its error comes when every server is up.
+        raise UnsupportedError(
+            f"vllm-router needs {', '.join(missing)}, not installed here", hint=f"run: pip install {' '.join(missing)}"
+        )
     split = plan.decision("disaggregation").params
     nixl = isinstance(split, DisaggregationParams) and split.connector == "NixlConnector"
     if nixl and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
         raise UnsupportedError(
             "disaggregation on GPUs needs NIXL, which is not installed here", hint="run: pip install nixl"
         )
+
+
+def _missing_for_the_router() -> list[str]:
+    try:
+        needed = metadata.requires("vllm-router") or []
+    except metadata.PackageNotFoundError:
+        return []
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed if "extra ==" not in line]
+    return [name for name in names if not any(metadata.distributions(name=name))]
 
 
 def router_command(router_args: ServeArguments) -> list[str]:

@@ -207,6 +207,20 @@ def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.Monk
     router.check_group_can_run(make_plan(request(tiny_moe(), cpu_machine())), {"VLLM_API_KEY": "k"})
 
 
+def test_a_router_that_could_not_be_imported_is_refused_before_its_servers_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "vllm_router-9.dist-info"
+    package.mkdir()
+    needed = ("pytest>=7", "orjson-that-is-not-here (>=3) ; python_version > '3'", 'linters ; extra == "dev"')
+    lines = ["Metadata-Version: 2.1", "Name: vllm-router", "Version: 9", *(f"Requires-Dist: {each}" for each in needed)]
+    (package / "METADATA").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    with pytest.raises(UnsupportedError, match="needs orjson-that-is-not-here, not installed here"):
+        router.check_group_can_run(plan, {})
+
+
 @pytest.mark.parametrize(
     ("visible", "seen"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", None)]
 )
