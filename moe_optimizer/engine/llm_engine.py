@@ -100,8 +100,8 @@ class LLMEngine:
         """Return a request as the engine holds it.
 
         Raises:
-            InputError: the prompt is empty, too long, or has a token that the model does not know; or an argument
-                needs a tokenizer and there is none.
+            InputError: the prompt is empty or too long, a token is none of the model's, or an argument needs a
+                tokenizer and there is none.
         """
         text = prompt if isinstance(prompt, str) else None
         if self.tokenizer is None and (text is not None or params.stop):
@@ -109,7 +109,7 @@ class LLMEngine:
         tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
         if text is not None:
             tokens = cast(Any, self.tokenizer).encode(text)
-        token_ids = self._checked(tokens)
+        token_ids = self._checked(tokens, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(
             request_id=request_id,
@@ -168,7 +168,7 @@ class LLMEngine:
                 del self.groups[output.request_id]
         return outputs
 
-    def _checked(self, tokens: Sequences[int]) -> list[int]:
+    def _checked(self, tokens: Sequences[int], stop_token_ids: list[int]) -> list[int]:
         token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size
         if not 0 < len(token_ids) < self.max_model_len:
             raise InputError(
@@ -176,6 +176,9 @@ class LLMEngine:
                 "(max_model_len): there must be room for one more",
                 hint="shorten the prompt, or raise max_model_len up to what the model and the KV cache allow",
             )
+        for token_id in stop_token_ids:
+            if token_id >= vocab_size:
+                raise InputError(f"stop_token_ids: got {token_id}, expected at most {vocab_size - 1}")
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InputError(f"prompt: got token {token_id!r}, expected an integer from 0 to {vocab_size - 1}")

@@ -123,6 +123,7 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("completions", {"prompt": "x", "best_of": 3, "stream": True}, 400),
         ("completions", {"prompt": "x", "temprature": 1}, 400),
         ("completions", {"prompt": "x", "stop": [""]}, 400),
+        ("completions", {"prompt": "x", "min_tokens": 2, "stop_token_ids": [999999]}, 400),
         ("completions", {"prompt": "x " * 5000}, 400),
         ("completions", {"prompt": ["ok", "x " * 5000], "stream": True}, 400),
         ("completions", {"prompt": "x", "model": "another"}, 404),
