@@ -74,7 +74,11 @@ def worker_of(*layers: Layer, tensor_parallel_size: int = 1, **parallel: Any) ->
     )
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
-        vllm_config=SimpleNamespace(model_config=model_config, parallel_config=parallel_config),
+        vllm_config=SimpleNamespace(
+            model_config=model_config,
+            parallel_config=parallel_config,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        ),
         parallel_config=parallel_config,
         device=torch.device("cpu"),
     )
