@@ -12,11 +12,13 @@ from typing import TypeVar
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.launcher.deployment import Deployment
+from moe_optimizer.launcher.kv_tier import TIER_PASS, observed_tier
 from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
 from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traffic
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
 from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.outcome import Outcome, judge
 from moe_optimizer.proof.record import Proof, read_proofs
@@ -59,6 +61,8 @@ class Evidence:
         """
         if self._is_on(TRANSFER_PASS):
             self._observed[TRANSFER_PASS] = while_pausing(pause, lambda: observed_transfer(self._deployment))
+            if self._plan.decision(TIER_PASS).params_as(KvCacheParams).offload_gib is not None:
+                self._observed[TIER_PASS] = while_pausing(pause, lambda: observed_tier(self._deployment))
         if self._is_on(REPLICAS_PASS):
             self._observed[REPLICAS_PASS] = while_pausing(pause, lambda: observed_traffic(self._deployment))
 

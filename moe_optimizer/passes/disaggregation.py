@@ -6,9 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
+from moe_optimizer.costs.memory import GIB
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import DisaggregationParams
+from moe_optimizer.plan.pass_params import DisaggregationParams, KvCacheParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
@@ -36,7 +37,8 @@ _MODULES = {
 """Where vLLM finds the connectors: both are subclasses of its own."""
 _UNSAFE_FLAGS = {
     "--kv-transfer-config": "the connector between the servers is the plan's",
-    "--kv-offloading-size": "it takes vLLM's one connector, which the servers need",
+    "--kv-offloading-size": "vLLM puts its connector in the place of the one between the servers; "
+    "--enable-kv-tiering adds one beside it",
     **UNSAFE_FLAGS,
 }
 """Arguments of the user's that the two servers cannot have, and why."""
@@ -119,5 +121,28 @@ class Disaggregation(OptimizationPass):
         if ctx.device == "cpu":
             environment = server.serve_env
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
+        offload_gib = ctx.decided["kv_cache"].params_as(KvCacheParams).offload_gib
+        if offload_gib is not None:
+            transfer = _beside_tier(transfer, offload_gib)
         own = ServeArguments("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return dataclasses.replace(server, serve_args=server.serve_args + own, serve_env=environment)
+
+
+def _beside_tier(transfer: dict[str, Any], offload_gib: int) -> dict[str, Any]:
+    """Return a server's connector and the one to its host's memory as one.
+
+    Both store every block. The first that has a prompt's blocks loads them: those that travel go before the tier's, as
+    the prefill server keeps them until they are fetched.
+    """
+    tier = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": offload_gib * GIB},
+    }
+    # The prefill server too takes blocks in, from its tier. Without the role of a consumer vLLM's scheduler would give
+    # a block away while a step in flight may still write it.
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [transfer, tier]},
+    }

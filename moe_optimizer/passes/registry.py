@@ -38,7 +38,6 @@ _CONTRADICTING_PASSES = {
     ("disaggregation", "replicas"): "each divides the devices between servers of its own",
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("four_bit", "sparsity_24"): "the experts are either pruned or quantised",
-    ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
     ("expert_load", "dual_batch_overlap"): "a router sees half of the tokens at a time then, so they cannot be counted",
     (
         "flash_dmoe",

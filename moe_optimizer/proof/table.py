@@ -88,24 +88,26 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
     by_us = decision.applier is Applier.PLUGIN
     applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
+    seen = observed.get(decision.pass_name, Observed(ran="-"))
     if not shown_by_workers(decision) or not (proofs or by_us):
-        seen = observed.get(decision.pass_name, Observed(ran="-"))
         return Row(
             pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
         )
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
-    ran = _share([bool(entry and entry.ran) for entry in entries])
+    ran = "no" if seen.why_not else _share([bool(entry and entry.ran) for entry in entries])
     layers = max((entry.layers for entry in entries if entry), key=len, default=())
     found = sorted({entry.found for entry in entries if entry and entry.found})
     if layers:
         found = [f"{len(layers)} layers", *_gates(layers)]
+    if decision.pass_name in observed:
+        found.append(seen.ran.removeprefix("yes, "))
     by_flags = decision.applier is Applier.FLAGS and not serves_fp8_checkpoint(decision)
     return Row(
         pass_name=decision.pass_name,
         requested=requested,
         applied=applied if by_flags else _share([bool(e and e.applied) for e in entries]),
         ran=ran if ran == "no" else ", ".join((ran, *found)),
-        why_not=why_not_running(plan, decision, proofs, absent) or layers_left(decision, proofs),
+        why_not=why_not_running(plan, decision, proofs, absent) or seen.why_not or layers_left(decision, proofs),
         canary=_canary([entry.canary for entry in entries if entry and entry.canary]),
     )
 

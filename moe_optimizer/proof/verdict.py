@@ -66,7 +66,7 @@ def not_running(
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
 
     Workers must show a pass of the plugin, one that vLLM's arguments carry out where workers check them, and an FP8
-    checkpoint. A pass that files carry out counts as running unless the launcher observed otherwise.
+    checkpoint. What the launcher observed otherwise does not run; a pass that files carry out is only observed.
     """
     unknown = set(names) - {decision.pass_name for decision in plan.decisions}
     assert not unknown, f"the plan has no {unknown}"
@@ -77,12 +77,12 @@ def not_running(
             continue
         if decision.status is not Status.ON:
             missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
-        elif shown_by_workers(decision):
-            reason = why_not_running(plan, decision, proofs, absent)
-            if reason:
-                missing[name] = reason
-        elif name in observed and observed[name].why_not:
-            missing[name] = observed[name].why_not
+            continue
+        reason = why_not_running(plan, decision, proofs, absent) if shown_by_workers(decision) else ""
+        if not reason and name in observed:
+            reason = observed[name].why_not
+        if reason:
+            missing[name] = reason
     return missing
 
 

@@ -59,6 +59,7 @@ PROFILES = {
     "ours": {"flash_dmoe": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
+    "tiered": {"disaggregation": {"mode": "on"}, "kv_cache": {"tiering": "on"}},
     "overlapped": {
         "parallelism": {"data_parallel_size": 2, "expert_parallel": "on"},
         "dual_batch_overlap": {"mode": "on"},
@@ -75,6 +76,7 @@ CASES = {
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
     "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), "replicas"),
     "qwen3-30b-a3b_h200-x2_disaggregated": (qwen3_30b_a3b, ("h200", 2), "disaggregated"),
+    "qwen3-30b-a3b_h200-x2_tiered": (qwen3_30b_a3b, ("h200", 2), "tiered"),
     "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),
     "qwen3-30b-a3b-fp8_h100_sxm-x4_balanced": (qwen3_30b_a3b_fp8, ("h100_sxm", 4), "balanced"),

@@ -100,7 +100,7 @@ class KvCache(OptimizationPass):
             status,
             value,
             reason,
-            Applier.FLAGS if arguments else Applier.NONE,
+            Applier.FLAGS if arguments or offload.gib is not None else Applier.NONE,
             evidence=_held_at_once(ctx, bits),
             rejected=rejected,
             gain=_fp8_gain(ctx) if fp8 else None,

@@ -24,6 +24,7 @@ class KvOffload:
     """Of one engine, all its GPUs together; None: no offload."""
     reason: str
     vllm_args: ServeArguments = NO_ARGUMENTS
+    """None also where the connector between the servers of disaggregation brings it."""
     warnings: tuple[str, ...] = ()
 
 
@@ -61,8 +62,12 @@ def decide_kv_offload(ctx: PlanContext, kv_bits: int) -> KvOffload:
         return KvOffload(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
     backend, warnings = _backend(ctx)
     if ctx.hardware.cpu is None:
-        warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {gib} GiB to spare",)
+        spare = gib * _engines(ctx)
+        warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {spare} GiB to spare",)
     arguments = ServeArguments(_FLAG, str(gib), "--kv-offloading-backend", backend)
+    if _disaggregated(ctx):
+        # vLLM would put the flag's connector in the place of the one between the servers. Theirs names both.
+        arguments = NO_ARGUMENTS
     return KvOffload(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
                     warnings=warnings)  # fmt: skip
 
@@ -85,8 +90,6 @@ def _why_not(ctx: PlanContext) -> str:
         return "only blocks of the prefix cache are kept, and --no-enable-prefix-caching is given after --"
     if "--kv-transfer-config" in ctx.pinned:
         return "it takes vLLM's one KV connector, and --kv-transfer-config is given after --"
-    if ctx.decided["disaggregation"].status is Status.ON:
-        return "it takes vLLM's one KV connector, and disaggregation needs that"
     if attention.kind in ("hybrid", "none") or attention.num_windowed_layers:
         return "the model's layers keep caches of different kinds, with which it was not tried"
     return ""
@@ -97,15 +100,27 @@ def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
     cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.parallelism.tensor_parallel_size
     if ctx.hardware.cpu is None:
         return cache // GIB, "as large as the cache on the GPUs"
-    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.parallelism.data_parallel_size * ctx.num_servers)
+    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // _engines(ctx)
     if cache <= most:
         return cache // GIB, "as large as the cache on the GPUs"
     return most // GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"
 
 
+def _engines(ctx: PlanContext) -> int:
+    """Return how many engines share the host's memory, each with a part of its own."""
+    return ctx.parallelism.data_parallel_size * ctx.num_servers
+
+
+def _disaggregated(ctx: PlanContext) -> bool:
+    return ctx.decided["disaggregation"].status is Status.ON
+
+
 def _backend(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
     if ctx.section("kv_cache").tiering_backend == "native":
         return "native", ()
+    if _disaggregated(ctx):
+        return "native", (f"tiering_backend lmcache ({ctx.profile_origin}): was not tried beside disaggregation; "
+                          "native is used",)  # fmt: skip
     if not ctx.software.lmcache:
         return "native", (f"tiering_backend lmcache ({ctx.profile_origin}): LMCache is not installed; native is used",)
     return "lmcache", ("kv tiering: LMCache needs its server running on this host; the launcher does not start it",)

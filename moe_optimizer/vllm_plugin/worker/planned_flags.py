@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
@@ -141,9 +142,26 @@ def differences(
         wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
         if wide:
             found.append(f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first")
-    if isinstance(params, KvCacheParams) and params.offload_gib is not None and config.kv_transfer_config is None:
-        found.append("vLLM has no KV connector, which offloading to host memory needs")
+    if isinstance(params, KvCacheParams) and params.offload_gib is not None:
+        found.append(_tier_difference(params.offload_gib, serve_args, config.kv_transfer_config))
     return tuple(filter(None, found))
+
+
+def _tier_difference(offload_gib: int, serve_args: ServeArguments, transfer: Any) -> str:
+    if transfer is None:
+        return "vLLM has no KV connector, which offloading to host memory needs"
+    if "--kv-offloading-size" in serve_args:
+        return ""
+    # Beside disaggregation it is one of two connectors, and no flag has its size.
+    extras = [
+        each.get("kv_connector_extra_config", {})
+        for each in transfer.kv_connector_extra_config.get("connectors", ())
+        if each["kv_connector"] == "OffloadingConnector"
+    ]
+    sizes = [extra.get("cpu_bytes_to_use") for extra in extras]
+    if sizes == [offload_gib * GIB]:
+        return ""
+    return f"offloading to host memory: vLLM's {transfer.kv_connector} has {sizes} bytes, planned {offload_gib} GiB"
 
 
 def other_variables(decision: Decision, environ: Mapping[str, str]) -> tuple[str, ...]:

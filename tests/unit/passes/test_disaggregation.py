@@ -10,6 +10,7 @@ import pytest
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
@@ -39,7 +40,7 @@ def on_gpus(count: int, **changes: Any) -> Plan:
         (cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--data-parallel-size": "2"}}, "data parallelism of 2"),
         (gpus("h100_sxm", 2), {"pinned": {"--kv-transfer-config": "{}"}}, "--kv-transfer-config is given"),
-        (gpus("h100_sxm", 2), {"pinned": {"--kv-offloading-size": "8"}}, "vLLM's one connector"),
+        (gpus("h100_sxm", 2), {"pinned": {"--kv-offloading-size": "8"}}, "in the place of the one between the servers; --enable-kv-tiering"),
         (gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),
     ],
 )
@@ -101,6 +102,31 @@ def test_the_servers_differ_in_address_and_part_only():
     assert [part["kv_role"] for part in parts] == ["kv_producer", "kv_consumer"]
     assert {part["kv_connector"] for part in parts} == {"NixlConnector"}
     assert len({server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in plan.group.servers}) == 2
+
+
+def test_a_tier_stands_beside_the_connector_between_the_servers_and_after_it():
+    plan = on_gpus(2, wishes=resolve_wishes(["disaggregation", "kv-tiering"], []))
+    alone = on_gpus(2)
+    assert plan.group is not None
+    assert alone.group is not None
+    size = plan.decision("kv_cache").params_as(KvCacheParams).offload_gib
+    assert size
+    for server, without in zip(plan.group.servers, alone.group.servers, strict=True):
+        transfer, between = (json.loads(s.serve_args.value("--kv-transfer-config") or "") for s in (server, without))
+        # vLLM's scheduler waits for steps in flight before it gives away a consumer's blocks, and the tier fills some.
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("MultiConnector", "kv_both")
+        first, second = transfer["kv_connector_extra_config"]["connectors"]
+        assert first == between
+        assert (second["kv_connector"], second["kv_role"]) == ("OffloadingConnector", "kv_both")
+        assert second["kv_connector_extra_config"] == {"cpu_bytes_to_use": size * 2**30}
+        assert "--kv-offloading-size" not in server.serve_args
+
+
+def test_without_gpus_there_is_no_tier_beside_the_folder():
+    plan = on_cpu(wishes=resolve_wishes(["disaggregation", "kv-tiering"], []))
+    assert plan.group is not None
+    assert all("MultiConnector" not in server.serve_args.value("--kv-transfer-config") for server in plan.group.servers)
+    assert any("kv tiering" in warning and "CPU build" in warning for warning in plan.warnings)
 
 
 def test_without_gpus_the_cache_goes_through_a_folder_of_the_run():

@@ -68,7 +68,6 @@ def test_wishes_name_the_flag_they_came_from():
         (["four-bit", "sparsity"], [], ("--enable-four-bit", "--enable-sparsity")),
         (["four-bit"], ["flash-dmoe"], ("--enable-four-bit", "--disable-flash-dmoe")),
         (["disaggregation", "replicas"], [], ("--enable-disaggregation", "--enable-replicas")),
-        (["kv-tiering", "disaggregation"], [], ("--enable-kv-tiering", "--enable-disaggregation")),
         (["dual-batch-overlap"], ["expert-parallel"], ("--enable-dual-batch-overlap", "--disable-expert-parallel")),
         (["dual-batch-overlap"], ["parallelism"], ("--enable-dual-batch-overlap", "--disable-parallelism")),
         (["expert-placement"], ["expert-parallel"], ("--enable-expert-placement", "--disable-expert-parallel")),

@@ -10,7 +10,7 @@ from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.outcome import judge
 from moe_optimizer.proof.record import PassProof, Proof
-from moe_optimizer.proof.verdict import NO_WORKER
+from moe_optimizer.proof.verdict import NO_WORKER, Observed
 from tests.builders import OURS, cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
@@ -34,6 +34,22 @@ def test_the_server_on_which_a_required_pass_is_missing_is_named() -> None:
     with pytest.raises(RequiredNotAppliedError, match=f"b: {PASS}: cheese") as caught:
         outcome.require(hint="the log")
     assert caught.value.hint == "the log"
+
+
+def test_what_the_launcher_saw_not_happen_is_missing_although_workers_are_set_up_for_it() -> None:
+    seen = {PASS: Observed(ran="no", why_not="no cheese came")}
+    outcome = judge(PLAN, {"server": [RAN]}, [PASS], absent=NO_WORKER, observed=seen)
+    assert outcome.missing == (f"{PASS}: no cheese came",)
+    (row,) = [row for row in outcome.rows if row.pass_name == PASS]
+    assert (row.ran, row.why_not) == ("no", "no cheese came")
+
+
+def test_what_the_launcher_saw_stands_beside_what_workers_show() -> None:
+    seen = {PASS: Observed(ran="yes, 7 cheeses")}
+    outcome = judge(PLAN, {"server": [RAN]}, [PASS], absent=NO_WORKER, observed=seen)
+    assert outcome.missing == ()
+    (row,) = [row for row in outcome.rows if row.pass_name == PASS]
+    assert (row.ran, row.why_not) == ("yes, 7 cheeses", "")
 
 
 def test_the_only_server_needs_no_name_and_passes_are_in_order_of_their_names() -> None:

@@ -130,11 +130,10 @@ HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shape
         (gpt_oss_120b(), host(100), {}, "different kinds"),
         (HYBRID, host(100), {}, "different kinds"),
         (None, host(1), {}, "host's memory"),
-        (None, host(100), {"wishes": {**ASKED["wishes"], "disaggregation": (Wish.ON, "flag")}}, "disaggregation"),
         (None, host(100), {"pinned": {"--kv-transfer-config": "{}"}}, "one KV connector"),
         (None, host(100), {"pinned": {"--enable-prefix-caching": "false"}}, "prefix cache"),
     ],
-    ids=["cpu", "windowed", "hybrid", "small host", "disaggregation", "connector", "no prefix cache"],
+    ids=["cpu", "windowed", "hybrid", "small host", "connector", "no prefix cache"],
 )
 def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
     decision = decide(model, hardware, **changes)
@@ -144,9 +143,35 @@ def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
     assert decision.params_as(KvCacheParams).offload_gib is None
 
 
+DISAGGREGATED: dict[str, Any] = {"wishes": {**ASKED["wishes"], "disaggregation": (Wish.ON, "profile")}}
+
+
 def test_disaggregation_that_is_refused_leaves_the_connector_to_the_tier():
-    wishes = {**ASKED["wishes"], "disaggregation": (Wish.ON, "profile")}
-    assert decide(hardware=host(1000, count=1), wishes=wishes).params_as(KvCacheParams).offload_gib is not None
+    decision = decide(hardware=host(1000, count=1), **DISAGGREGATED)
+    assert decision.vllm_args.value("--kv-offloading-size") == str(decision.params_as(KvCacheParams).offload_gib)
+
+
+def test_beside_disaggregation_each_server_has_half_of_the_share_and_no_flag_that_replaces_its_connector():
+    decision = decide(hardware=host(40), **DISAGGREGATED)
+    assert decision.params_as(KvCacheParams).offload_gib == 10
+    assert decision.vllm_args.words == ()
+    # The workers show it all the same.
+    assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
+
+
+@pytest.mark.parametrize("servers", ["disaggregation", "replicas"])
+def test_a_host_that_is_not_known_must_have_room_for_the_tiers_of_all_servers(servers):
+    decision = decide(wishes={**ASKED["wishes"], servers: (Wish.ON, "profile")})
+    (warning,) = decision.warnings
+    assert f"{2 * (decision.params_as(KvCacheParams).offload_gib or 0)} GiB to spare" in warning
+
+
+def test_lmcache_beside_disaggregation_was_not_tried():
+    profile = profile_with(passes={"kv_cache": {"tiering": "on", "tiering_backend": "lmcache"}})
+    spec = dataclasses.replace(software(), lmcache=True)
+    decision = decide(hardware=host(100), profile=profile, software=spec, **DISAGGREGATED)
+    assert "lmcache" in decision.warnings[0]
+    assert "(native)" in decision.reason
 
 
 def test_the_users_own_size_decides():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,22 @@ def test_a_tier_without_a_connector_is_named() -> None:
     size = float(plan.serve_args.values["--kv-offloading-size"])
     assert found(plan, "kv_cache", BF16, kv_offloading_size=size, kv_transfer_config=object()) == ()
     (text,) = found(plan, "kv_cache", BF16, kv_offloading_size=size)
+    assert "no KV connector" in text
+
+
+def test_a_tier_beside_disaggregation_is_found_among_the_connectors() -> None:
+    wishes = resolve_wishes(["kv-tiering", "disaggregation"], [])
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=wishes))
+    assert plan.group is not None
+    planned = json.loads(plan.group.servers[0].serve_args.value("--kv-transfer-config") or "")
+    assert found(plan, "kv_cache", BF16, kv_transfer_config=SimpleNamespace(**planned)) == ()
+    between, tier = planned["kv_connector_extra_config"]["connectors"]
+    smaller = tier | {"kv_connector_extra_config": {"cpu_bytes_to_use": 1}}
+    for left in ([between], [between, smaller]):
+        changed = SimpleNamespace(**planned | {"kv_connector_extra_config": {"connectors": left}})
+        (text,) = found(plan, "kv_cache", BF16, kv_transfer_config=changed)
+        assert "offloading to host memory" in text
+    (text,) = found(plan, "kv_cache", BF16)
     assert "no KV connector" in text
 
 
