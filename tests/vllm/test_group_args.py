@@ -16,7 +16,7 @@ def golden_groups(kind: str) -> list[ServerGroup]:
     return groups
 
 
-@pytest.mark.parametrize("kind", ["disaggregated", "replicas"])
+@pytest.mark.parametrize("kind", ["disaggregated", "tiered", "replicas"])
 def test_vllm_parses_the_arguments_of_every_server(kind: str) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
