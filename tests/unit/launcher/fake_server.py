@@ -17,6 +17,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   escape      start a child that leaves the session
   alone       receive no prompt's cache from another server
   countless   publish no counts
+  untiered    copy no blocks to host memory
   compile     compile something for each new shape of a completion
   restless    compile something for every completion
   sampler     compile something for the first completion with top_k
@@ -61,6 +62,7 @@ vllm:cache_config_info{block_size="16",engine="0"} 1.0
 vllm:external_prefix_cache_hits_total{engine="0"} %d.0
 vllm:prompt_tokens_total{engine="0"} %d.0
 """
+TIERED = 'vllm:kv_offload_store_bytes_total{engine="0"} %d.0\n'
 CHILD = ("sh", "-c", "trap '' TERM; exec sleep 600")
 PROOF_SCHEMA_VERSION = 1
 """Of `moe_optimizer.proof.record`, which refuses a proof of another."""
@@ -199,7 +201,8 @@ class Server:
     def get(self, stream: io.BufferedRWPair, path: str) -> None:
         if path.startswith("/metrics"):
             counts = (int("stall" in self.behaviour), self.received, self.asked)
-            self.send(stream, "" if "countless" in self.behaviour else METRICS % counts)
+            page = METRICS % counts + ("" if "untiered" in self.behaviour else TIERED % (4096 * self.asked))
+            self.send(stream, "" if "countless" in self.behaviour else page)
             return
         if path.startswith("/is_paused"):
             self.send(stream, json.dumps({"is_paused": "pause" in self.behaviour}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -13,11 +14,13 @@ import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError, UnsupportedError
-from moe_optimizer.launcher import deployment, evidence, heartbeat, launch, router, supervisor
+from moe_optimizer.launcher import deployment, evidence, heartbeat, kv_tier, launch, router, supervisor
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.lifeline import this_process
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
@@ -84,6 +87,31 @@ def test_both_servers_and_the_router_are_started_proven_and_stopped(group: Group
         assert (tmp_path / "kv").is_dir()
     assert processes_of(tmp_path) == []
     assert not (tmp_path / "kv").exists()
+
+
+def with_tier(plan: Plan) -> Plan:
+    """Return the plan as on GPUs: the connectors between the servers have a tier beside them."""
+    decision = plan.decision("kv_cache")
+    params = dataclasses.replace(decision.params_as(KvCacheParams), offload_gib=1)
+    tiered = dataclasses.replace(decision, status=Status.ON, applier=Applier.FLAGS, params=params)
+    return dataclasses.replace(plan, decisions=tuple(tiered if each is decision else each for each in plan.decisions))
+
+
+def test_a_tier_is_looked_for_on_both_servers(group: Group, tmp_path: Path) -> None:
+    with launch.running(with_tier(group()), run_dir=tmp_path, require=frozenset({"kv_cache"})) as info:
+        rows = {row.pass_name: row for row in info.rows}
+        assert rows["disaggregation"].ran == "yes, 16 tokens received"
+        assert rows["kv_cache"].ran == "yes, 4096 bytes or more in each host tier"
+
+
+def test_a_required_tier_that_one_server_does_not_fill_ends_with_exit_code_6(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tier, "WAIT_S", 0.5)
+    with pytest.raises(RequiredNotAppliedError, match=r"kv_cache: .*host memory: decode server") as caught:
+        serve(with_tier(group(decode=("untiered",))), run_dir=tmp_path, require=frozenset({"kv_cache"}))
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["prefill server", "decode server", "router"])
