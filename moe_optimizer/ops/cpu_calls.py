@@ -36,7 +36,8 @@ def again(inputs: Inputs, out: Tensor, zeros: Zeros = ()) -> bool:
         TensorContractError: an id in topk_ids names no expert.
     """
     x = inputs.x
-    tokens = x.shape[0] if x.dim() == 2 else 0
+    shape = x.shape
+    tokens = shape[0] if len(shape) == 2 else 0
     known = _known.get(_key(inputs, out, zeros)) if tokens else None
     if known is None:
         return False
@@ -89,21 +90,25 @@ def _no_expert(error: ValueError, zeros: Zeros = ()) -> TensorContractError:
 def _key(inputs: Inputs, out: Tensor, zeros: Zeros) -> tuple[Any, ...]:
     """Return everything that the checks and the description of a call depend on, but for its number of tokens."""
     x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation = inputs
-    rows, hidden = x.shape
-    slots = ids.shape
-    # Written out: this is most of what a repeated call costs.
+    shape, slots = x.shape, ids.shape
+    rows, hidden = shape
+    # Written out, and nothing is asked of what is not there: this is most of what a repeated call costs.
     return (
         w13.data_ptr(), w13.shape, w13.stride(), w13.dtype,
         w2.data_ptr(), w2.shape, w2.stride(), w2.dtype,
         hidden, x.stride(), x.dtype, x.is_cpu,
-        out.shape == x.shape, out.stride(), out.dtype, out.is_cpu,
+        out.shape == shape, out.stride(), out.dtype, out.is_cpu,
         slots[1:], ids.stride(), ids.dtype, ids.is_cpu, slots[0] == rows,
         weights.shape == slots, weights.stride(), weights.dtype, weights.is_cpu,
         activation,
-        _constant(expert_map), _constant(w13_scale), _constant(w2_scale), _constant(w13_bias), _constant(w2_bias),
-        *(_constant(zero) for zero in zeros),
+        None if expert_map is None else _constant(expert_map),
+        None if w13_scale is None else _constant(w13_scale),
+        None if w2_scale is None else _constant(w2_scale),
+        None if w13_bias is None else _constant(w13_bias),
+        None if w2_bias is None else _constant(w2_bias),
+        *[None if zero is None else _constant(zero) for zero in zeros],
     )  # fmt: skip
 
 
-def _constant(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+def _constant(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -235,7 +235,10 @@ class ProofWriter:
 
     def touch(self) -> None:
         """Have the thread write the changed proof."""
-        self._dirty.set()
+        # Asked of each forward of each layer; setting what is set takes its lock. What the caller has changed before is
+        # in the proof that is written after `clear`.
+        if not self._dirty.is_set():
+            self._dirty.set()
 
     def write(self) -> None:
         """Write the file now."""

@@ -172,13 +172,14 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         if self._stock is not None:
             self._stock.apply(*call)
             return
-        weights = self.weights
+        weights, factors = self.weights, call.weights_to_apply
         run_experts(
             call.output,
             call.hidden_states,
             call.w1,
             call.w2,
-            call.weights_to_apply.to(torch.float32),
+            # Torch takes a microsecond to find that there is nothing to convert.
+            factors if factors.dtype == torch.float32 else factors.to(torch.float32),
             call.topk_ids,
             call.expert_map,
             weights.w13_scale,

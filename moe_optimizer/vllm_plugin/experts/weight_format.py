@@ -121,6 +121,8 @@ class WeightFormat:
     """Passes that are applied when a layer is in this format."""
     activation: str = "silu"
     """As `ops.fused_experts` names it; says where gate and up rows are, too."""
+    read_as_held: bool = True
+    """`compute` gives the tensors to `ops.fused_experts` as they are: a call of them can be repeated without it."""
 
     def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - every layer can be plain
         """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""

@@ -23,6 +23,7 @@ class Int4Weights(QuantizedWeights):
 
     name = INT4
     passes = (EXPERTS_PASS, FOUR_BIT_PASS)
+    read_as_held = False
     pass_name, params, words = FOUR_BIT_PASS, FourBitParams, "four bits change"
 
     def why_not(self, moe_config: Any) -> str:

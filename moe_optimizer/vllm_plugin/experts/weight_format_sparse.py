@@ -28,6 +28,7 @@ class SparseWeights(WeightFormat):
 
     name = FORMAT
     passes = (EXPERTS_PASS, SPARSITY_PASS)
+    read_as_held = False
 
     def why_not(self, moe_config: Any) -> str:
         """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""."""
