@@ -118,6 +118,8 @@ def observe_text(request: TextRequest, observe: Observer) -> int:
 
     # After vLLM's warm-up, which runs on dummy tokens.
     plain.compute = observed
+    # Else the op takes a call that it knows to the kernel without `compute`.
+    plain.read_as_held = False
     prompts: Any = [{"prompt_token_ids": tokens[at : at + _WINDOW]} for at in range(0, len(tokens), _WINDOW)]
     engine.generate(prompts, vllm.SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
     return len(tokens)
