@@ -54,11 +54,13 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
 
 
 def _missing_for_the_router() -> list[str]:
+    """Return the packages that vllm-router always needs and that are not installed."""
     try:
         needed = metadata.requires("vllm-router") or []
     except metadata.PackageNotFoundError:
         return []
-    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed if "extra ==" not in line]
+    # What has a marker is for an extra, or for some machines.
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed if ";" not in line]
     return [name for name in names if not any(metadata.distributions(name=name))]
 
 
