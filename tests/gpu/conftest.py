@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -21,3 +23,13 @@ def hopper() -> None:
         pytest.skip(f"needs the compiled kernels: {reason}; run: bash build.sh")
     if not hasattr(_load.kernels(), "cuda_run"):
         pytest.skip("needs the CUDA kernels: the build found no nvcc")
+
+
+@pytest.fixture(scope="module")
+def two_gpus_and_nixl() -> None:
+    """Skip unless two GPUs, NIXL and the router are there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA GPUs, found {torch.cuda.device_count()}")
+    for name in ("nixl", "vllm_router"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs the package {name}")

@@ -5,12 +5,10 @@ Eager and with few blocks, because what is shown is where a prompt's blocks go a
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.kv_transfer import received_tokens
@@ -22,7 +20,7 @@ from tests.gpu.plans import gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus_and_nixl")]
 
 GPUS = 2
 BLOCK, BLOCKS = 16, 48
@@ -32,16 +30,6 @@ STORED = LENGTH // BLOCK * BLOCK - BLOCK
 """Tokens that must come back, at least: the last block may be computed again."""
 ROUNDING = 4
 """BF16 spacings: one server computes the last token of a prompt with the others, the decode server by itself."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_it_needs() -> None:
-    """Skip unless two GPUs, NIXL and the router are there."""
-    if torch.cuda.device_count() < GPUS:
-        pytest.skip(f"needs {GPUS} CUDA GPUs, found {torch.cuda.device_count()}")
-    for name in ("nixl", "vllm_router"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs the package {name}")
 
 
 @dataclass

@@ -5,7 +5,6 @@ Eager, because what is shown is where a prompt's cache goes.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
@@ -30,7 +28,7 @@ from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask
 from tests.vllm.test_disaggregation import streamed_chat
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus_and_nixl")]
 
 PASS = "disaggregation"
 GPUS = 2
@@ -39,16 +37,6 @@ BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 100, 480)
 ROUNDING = 4
 """BF16 spacings: one server computes the last token of a prompt with the others, the decode server by itself."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_it_needs() -> None:
-    """Skip unless two GPUs, NIXL and the router are there."""
-    if torch.cuda.device_count() < GPUS:
-        pytest.skip(f"needs {GPUS} CUDA GPUs, found {torch.cuda.device_count()}")
-    for name in ("nixl", "vllm_router"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs the package {name}")
 
 
 @dataclass
