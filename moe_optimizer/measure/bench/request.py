@@ -16,8 +16,8 @@ from moe_optimizer.measure.bench.workload import Workload
 from moe_optimizer.measure.claimed_folder import claim_folder
 from moe_optimizer.plan.json_codec import encode
 
-_ATTEMPTS = 100
-"""More than there are at a round."""
+_MEASUREMENT_APART = 100
+"""Attempts that lie between the prompts of two measurements: more than there are at a round."""
 _WARM_UP_ROUND = 1_000_000
 """Added to a round's number: requests of the warm-up are not those that count."""
 
@@ -101,7 +101,7 @@ class BenchRequest:
 
     def requests(self, turn: Turn) -> tuple[TraceRequest, ...]:
         """Return the requests of one turn: alike for both sides, and other prompts in every repetition and attempt."""
-        attempt = len(self.discarded(turn)) + _ATTEMPTS * self.asked_before
+        attempt = len(self.discarded(turn)) + _MEASUREMENT_APART * self.asked_before
         number = turn.repetition + (0 if turn.counted else _WARM_UP_ROUND)
         if self.workload is None:
             return moved(self.trace, number, attempt=attempt)
