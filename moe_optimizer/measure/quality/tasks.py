@@ -64,7 +64,10 @@ def check_tasks(tasks: Sequence[str], data: str | None = None) -> None:
         UnsupportedError: the harness is not installed.
     """
     if data is not None and not Path(data).is_dir():
-        raise InputError(f"--task-data: got {data!r:.200}, expected a folder")
+        raise InputError(
+            f"--task-data: got {data!r:.200}, expected a folder",
+            hint="it holds each data set under its name, for example DIR/openai/gsm8k",
+        )
     names = [each for each in tasks if isinstance(_specified(each), str)]
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise UnsupportedError(
