@@ -25,6 +25,8 @@ def main() -> int:
     parser.add_argument("--subject", required=True)
     options = parser.parse_args()
     result = json.loads(options.result.read_text(encoding="utf-8"))
+    if result.get("plan_file"):
+        result["plan_file"] = Path(result["plan_file"]).name
     environment = result["environment"] | {"model": Path(result["environment"]["model"]).name}
     head = {
         "what": f"{environment['model']}: {_what(result)}",
