@@ -1,20 +1,23 @@
 """Measures one model in several layouts over the GPUs of a machine.
 
-    python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--layouts tp2,tp1x2,tp1dp2ep,tp2ep]
+    python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--layouts tp2+tp1dp2ep,tp1x2,tp2ep]
         [--clients 1,16,128,512] [--total-s 540] [-- further vllm serve arguments]
     python benchmarks/serving/bench_layouts.py --shape mixtral --out FILE
     python benchmarks/serving/bench_layouts.py --model DIR --dry-run h100_sxm
 
 --shape takes a published configuration (tests/data/model_configs) with random weights instead of a model's folder.
 
-Each layout is served and loaded by `moe-optimizer bench`, one after the other. The record is written after each: a run
-that is cut keeps what it has, of a layout that failed or took too long the loads that it answered, and the same command
-with the same file goes on behind it. --dry-run starts nothing: it prints what would run, and what the plan predicts.
+Layouts joined by + are started at once on the same GPUs, each with an equal share of their memory (with the shares of
+`tp1x2:0.6+tp2:0.3`), and then loaded in turns; groups follow each other. The record is written after each group: a run
+that is cut keeps what it has, of layouts that failed or took too long the loads that they answered, and the same
+command with the same file goes on behind them. --dry-run starts nothing: it prints what would run, and what the plan
+predicts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.measure.bench.result import Limits, load_result  # noqa: E402
 from moe_optimizer.measure.bench.samples import read_samples  # noqa: E402
 from moe_optimizer.measure.bench.schedule import Turn  # noqa: E402
+from moe_optimizer.measure.bench.side import start_path  # noqa: E402
 from moe_optimizer.measure.bench.trace import loads_of  # noqa: E402
 from moe_optimizer.measure.bench.workload import load_workload  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
@@ -42,6 +47,11 @@ from moe_optimizer.server_processes import kill_members  # noqa: E402
 from moe_optimizer.specs.layout import parse_layout  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "moe_optimizer")
+TOGETHER = Path(__file__).with_name("together.py")
+MEMORY = 0.9
+"""Of each GPU, for all servers that run on it at once."""
+CACHE = 0.85
+"""Of the cache that the plan expects: what the plan does not know of must fit too."""
 PORTS = 10
 """From one layout's first port to the next one's: its servers, and the router's two."""
 LEAST_S = 160.0
@@ -59,7 +69,7 @@ def main() -> int:
         "--shape", choices=published_shapes(), metavar="NAME", help="a published one, for example mixtral"
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--layouts", default="tp2,tp1x2,tp1dp2ep,tp2ep")
+    parser.add_argument("--layouts", default="tp2+tp1dp2ep,tp1x2,tp2ep")
     parser.add_argument("--clients", default="1,16,128,512")
     parser.add_argument("--profile", default="conservative", help="default: conservative, vLLM's own kernels")
     parser.add_argument("--input-tokens", type=int, default=512)
@@ -67,7 +77,7 @@ def main() -> int:
     parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--layout-s", type=float, default=300, help="for one layout, start and stop included")
+    parser.add_argument("--layout-s", type=float, default=300, help="for one group, start and stop included")
     parser.add_argument("--total-s", type=float, default=3600, help="for all; what does not fit is left out")
     parser.add_argument("--dry-run", metavar="HARDWARE", help="start nothing; predict for this entry of the catalog")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -81,23 +91,44 @@ def main() -> int:
         return foreseen(options, vllm_args) if options.dry_run else recorded(options, vllm_args)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A layout, and the servers that it has."""
+
+    layout: str
+    share: float
+    """Of the memory of each GPU."""
+    port: int
+
+
+def groups(options: Any) -> list[list[Served]]:
+    """Return the layouts that are served at once, in order."""
+    ports = itertools.count(options.port, PORTS)
+    found = []
+    for names in options.layouts.split(","):
+        named = [each.partition(":") for each in names.split("+")]
+        found.append([Served(name, float(share or MEMORY / len(named)), next(ports)) for name, _, share in named])
+    return found
+
+
 def foreseen(options: Any, vllm_args: list[str]) -> int:
     """Print what would run."""
-    for number, layout in enumerate(options.layouts.split(",")):
-        foresee(layout, number, options, vllm_args)
+    for served in itertools.chain.from_iterable(groups(options)):
+        foresee(served, options, vllm_args)
     return 0
 
 
 def recorded(options: Any, vllm_args: list[str]) -> int:
     """Measure what the record does not have yet."""
-    layouts = options.layouts.split(",")
     end = time.monotonic() + options.total_s
     record = begun(options)
-    for number, layout in enumerate(layouts):
-        if "error" in record["layouts"].get(layout, {"error": "not measured yet"}):
-            record["layouts"][layout] = measured(layout, number, options, vllm_args, end=end)
+    for group in groups(options):
+        todo = [each for each in group if "error" in record["layouts"].get(each.layout, {"error": "not measured yet"})]
+        if todo:
+            record["layouts"] |= measured(todo, options, vllm_args, end=end)
             write_atomically(options.out, json.dumps(record, indent=1) + "\n")
-            show(layout, record["layouts"][layout])
+        for each in todo:
+            show(each.layout, record["layouts"][each.layout])
     return int(any("error" in found for found in record["layouts"].values()))
 
 
@@ -130,28 +161,78 @@ def begun(options: Any) -> dict[str, Any]:
     return found
 
 
-def measured(layout: str, number: int, options: Any, vllm_args: list[str], *, end: float) -> dict[str, Any]:
-    """Return what one layout does; with `error` where it did not do all of it."""
+def measured(group: list[Served], options: Any, vllm_args: list[str], *, end: float) -> dict[str, dict[str, Any]]:
+    """Return what each layout of a group does; with `error` where it did not do all of it."""
     limit_s = min(options.layout_s, end - time.monotonic())
     if limit_s < LEAST_S:
-        return {"error": f"not started: {max(0.0, limit_s):.0f} s were left", "loads": []}
-    folder = Path(tempfile.mkdtemp(prefix=f"layout-{layout}-"))
+        return {each.layout: {"error": f"not started: {max(0, limit_s):.0f} s left", "loads": []} for each in group}
+    folder = Path(tempfile.mkdtemp(prefix="layouts-"))
     workload = folder / "layouts.yaml"
     workload.write_text(workload_text(options), encoding="utf-8")
     started = time.monotonic()
-    error = run_for([*COMMAND, *bench_arguments(layout, number, options, folder), *vllm_args], folder, limit_s)
+    plans = [write_plan(each, options, vllm_args, folder) for each in group]
+    command = [sys.executable, str(TOGETHER), str(folder / "run"), *map(str, plans), "--tokenizer", options.model]
+    command += ["--workload", str(workload), "--repetitions", str(options.repetitions)]
+    error = run_for(command, folder, limit_s)
+    wall_s = round(time.monotonic() - started, 1)
+    failed = {"error": error, "log": logs(folder)} if error else {}
+    found = {
+        each.layout: {
+            **failed,
+            "beside": [other.layout for other in group if other is not each],
+            "memory_share": each.share,
+            "serve_args": json.loads(plan.read_text(encoding="utf-8"))["serve_args"],
+            "wall_s": wall_s,
+            "start": start_of(folder / "run", number),
+            "loads": loads_measured(folder / "run", number, workload, options),
+        }
+        for number, (each, plan) in enumerate(zip(group, plans, strict=True))
+    }
+    if not error:
+        shutil.rmtree(folder)
+    return found
+
+
+def write_plan(served: Served, options: Any, vllm_args: list[str], folder: Path) -> Path:
+    """Plan a layout, and return the file of its plan."""
+    words = ["plan", options.model, *common(served, options), "--json", *(vllm_args or ["--"])]
+    share = f"{served.share:.2f}"
+    plan = asked([*words, "--gpu-memory-utilization", share])
+    # vLLM sizes its cache by what is free while it starts, and others start beside it.
+    cache = int(plan["memory"]["kv_cache_bytes"] * CACHE)
+    path = folder / f"{served.layout}.json"
+    text = asked([*words, "--gpu-memory-utilization", share, "--kv-cache-memory-bytes", str(cache)])
+    path.write_text(json.dumps(text), encoding="utf-8")
+    return path
+
+
+def asked(words: list[str]) -> Any:
+    """Return what the command prints as JSON.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
+
+
+def start_of(run: Path, number: int) -> Any:
+    """Return the facts of a start, where it came so far."""
+    path = start_path(run, f"server-{number}")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def loads_measured(run: Path, number: int, workload: Path, options: Any) -> list[Any]:
+    """Return what was measured of a side under each load."""
     loads = []
     for load in loads_of(load_workload(str(workload))):
-        paths = [folder / "run" / f"{Turn(0, load, each).key}.json" for each in range(options.repetitions)]
+        paths = [run / f"{Turn(number, load, each).key}.json" for each in range(options.repetitions)]
         rounds = [read_samples(path) for path in paths if path.exists()]
         if rounds:
             loads.append(encode(load_result(load, rounds, Limits())))
-    facts = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / "run").glob("*.start.json")]
-    result = {"wall_s": round(time.monotonic() - started, 1), "starts": facts, "loads": loads}
-    if error:
-        return {"error": error, "log": logs(folder), **result}
-    shutil.rmtree(folder)
-    return result
+    return loads
 
 
 def run_for(command: list[str], folder: Path, limit_s: float) -> str:
@@ -182,20 +263,12 @@ def logs(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(errors="replace")[-3000:] for path in paths}
 
 
-def bench_arguments(layout: str, number: int, options: Any, folder: Path) -> list[str]:
-    """Return the command's words that measure a layout."""
-    return [
-        *("bench", options.model, *common(layout, number, options)),
-        *("--against", "", "--workload", str(folder / "layouts.yaml"), "--repetitions", str(options.repetitions)),
-        *("--run-dir", str(folder / "run"), "--json"),
-    ]
-
-
-def common(layout: str, number: int, options: Any) -> list[str]:
+def common(served: Served, options: Any) -> list[str]:
     """Return the words that say what is planned."""
     return [
-        *("--profile", options.profile, "--layout", layout, "--gpus", str(parse_layout(layout).num_devices)),
-        *("--batch-size", str(most_clients(options)), "--port", str(options.port + PORTS * number)),
+        *("--profile", options.profile, "--layout", served.layout),
+        *("--gpus", str(parse_layout(served.layout).num_devices)),
+        *("--batch-size", str(most_clients(options)), "--port", str(served.port)),
     ]
 
 
@@ -217,19 +290,15 @@ def _exactly(tokens: int) -> str:
     return f"{{least: {tokens}, most: {tokens}}}"
 
 
-def foresee(layout: str, number: int, options: Any, vllm_args: list[str]) -> None:
+def foresee(served: Served, options: Any, vllm_args: list[str]) -> None:
     """Print what would run, and what is predicted of it."""
-    print(f"{layout}: moe-optimizer", *bench_arguments(layout, number, options, Path("/FOLDER")), *vllm_args)
     lengths = ("--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens))
-    machine = ("--hardware", options.dry_run, "--json")
-    for clients in options.clients.split(","):
-        asked = [options.model, *common(layout, number, options), *lengths, *machine, "--clients", clients, *vllm_args]
-        done = subprocess.run([*COMMAND, "plan", *asked], cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"  {done.stderr.strip()}")
-            return
-        plan = json.loads(done.stdout)
-        if clients == options.clients.split(",")[0]:
+    words = ["plan", options.model, *common(served, options), *lengths, "--hardware", options.dry_run, "--json"]
+    print(served.layout)
+    for number, clients in enumerate(options.clients.split(",")):
+        arguments = [*(vllm_args or ["--"]), "--gpu-memory-utilization", f"{served.share:.2f}"]
+        plan = asked([*words, "--clients", clients, *arguments])
+        if not number:
             servers = plan["group"]["servers"] if plan["group"] else [plan]
             print(*(f"  vllm serve {' '.join(server['serve_args'])}" for server in servers), sep="\n")
         if plan["layouts"] is None:

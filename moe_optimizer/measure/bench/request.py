@@ -29,7 +29,7 @@ class BenchRequest:
     command: tuple[str, ...]
     """That asked for it, to be repeated."""
     sides: tuple[Side, ...]
-    """One or two."""
+    """One or two; `measure_sides` takes more."""
     workload_name: str
     workload: Workload | None
     trace: tuple[TraceRequest, ...] = ()
@@ -92,12 +92,18 @@ class BenchRequest:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all servers fit beside each other: on a GPU vLLM takes what there is, on a CPU what it needs."""
+        """Whether all servers fit beside each other.
+
+        A GPU's server takes the share of the memory that it is given (--gpu-memory-utilization), so two fit where both
+        were given a part. A CPU's takes what it needs.
+        """
         plans = [side.plan for side in self.sides if side.plan is not None]
-        if len(self.sides) > 1 and any(plan.num_gpus for plan in plans):
-            return False
+        if len(self.sides) == 1:
+            return True
+        if any(plan.num_gpus for plan in plans):
+            return sum(plan.memory.budget_bytes for plan in plans) <= plans[0].memory.total_bytes
         needed = sum((plan.memory.budget_bytes - plan.memory.unused_bytes) * plan.memory.num_devices for plan in plans)
-        return len(self.sides) == 1 or all(needed <= plan.memory.budget_bytes for plan in plans)
+        return all(needed <= plan.memory.budget_bytes for plan in plans)
 
     def requests(self, turn: Turn) -> tuple[TraceRequest, ...]:
         """Return the requests of one turn: alike for both sides, and other prompts in every repetition and attempt."""

@@ -176,8 +176,12 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
 
 
 @contextlib.contextmanager
-def starting(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Callable[[], RunningSide]]:
+def starting(
+    side: Side, *, run_dir: Path, ready_timeout_s: float, warm_up_s: float = DEFAULT_LIMIT_S
+) -> Iterator[Callable[[], RunningSide]]:
     """Start the server of a side and stop it at the end of the block; one with a URL is only asked.
+
+    `warm_up_s` are the most seconds of our warm-up, which vLLM alone does not have.
 
     Yields a function that waits until the server is ready. What runs must be what was planned: a benchmark of something
     else would be worse than none. The function raises:
@@ -197,7 +201,7 @@ def starting(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[C
     with contextlib.ExitStack() as stack:
         # The server's environment is made of this process's, with the server; another's is made of its own.
         with changed_environment(changes):
-            run = Supervisor(plan, run_dir, require=required, warm_up_s=0.0 if changes else DEFAULT_LIMIT_S)
+            run = Supervisor(plan, run_dir, require=required, warm_up_s=0.0 if changes else warm_up_s)
             stack.enter_context(run.started())
 
         def wait() -> RunningSide:

@@ -34,7 +34,10 @@ def test_servers_on_a_cpu_run_side_by_side_where_what_both_need_fits(cache_gib: 
     assert asked(plan, plan, tmp_path=tmp_path).side_by_side is together
 
 
-def test_servers_on_a_gpu_run_in_turns(tmp_path: Path):
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm")))
-    assert not asked(plan, plan, tmp_path=tmp_path).side_by_side
+@pytest.mark.parametrize(("share", "together"), [(0.9, False), (0.45, True)])
+def test_servers_on_a_gpu_run_side_by_side_where_each_is_given_a_part_of_it(
+    share: float, together: bool, tmp_path: Path
+):
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=("--gpu-memory-utilization", str(share))))
+    assert asked(plan, plan, tmp_path=tmp_path).side_by_side is together
     assert asked(plan, tmp_path=tmp_path).side_by_side
