@@ -10,7 +10,7 @@ import torch
 from moe_optimizer.ops import _load
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def hopper() -> None:
     """Skip unless the kernels can run here."""
     if not torch.cuda.is_available():
