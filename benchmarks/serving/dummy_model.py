@@ -1,15 +1,55 @@
-"""Writes a model without weights: vLLM makes them up (--load-format dummy)."""
+"""Writes a model without weights: vLLM makes them up (--load-format dummy).
+
+    python benchmarks/serving/dummy_model.py FOLDER --shape qwen3_moe [--int4-group 128] [--set num_experts=32 ...]
+
+With --int4-group the configuration is that of a GPTQ checkpoint: all linears but gates and head in INT4, symmetric, in
+groups of so many columns, without act-order.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(_ROOT))
+
+from benchmarks.record import parser_of  # noqa: E402
+
 _TINY_MOE = _ROOT / "examples" / "tiny-moe"
 _PUBLISHED = _ROOT / "tests" / "data" / "model_configs"
+
+
+def main() -> int:
+    """Write the folder."""
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=published_shapes(), metavar="NAME", required=True)
+    parser.add_argument("--int4-group", type=int, metavar="COLUMNS")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=NUMBER", help="in place of the published")
+    options = parser.parse_args()
+    changes: dict[str, Any] = {name: int(number) for name, _, number in (each.partition("=") for each in options.set)}
+    if options.int4_group:
+        changes["quantization_config"] = gptq(options.int4_group)
+    print(write_published_shape(options.folder, options.shape, **changes))
+    return 0
+
+
+def gptq(group: int) -> dict[str, Any]:
+    """Return what config.json of a GPTQ checkpoint says of its quantisation."""
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "dynamic": {r"-:.*mlp\.gate$": {}},
+    }
 
 
 def write_dummy_model(folder: Path, shape: Mapping[str, int]) -> Path:
@@ -31,8 +71,13 @@ def published_shapes() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PUBLISHED.glob("*.json")))
 
 
-def write_published_shape(folder: Path, name: str) -> Path:
+def write_published_shape(folder: Path, name: str, **changes: Any) -> Path:
     """Write the published configuration `name`, and a stand-in tokenizer with one word for each of its tokens.
+
+    Args:
+        folder: is made.
+        name: of `published_shapes`.
+        changes: fields in place of the configuration's own.
 
     Returns:
         `folder`, which is made.
@@ -40,7 +85,7 @@ def write_published_shape(folder: Path, name: str) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
-    config = json.loads((_PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
+    config = json.loads((_PUBLISHED / f"{name}.json").read_text(encoding="utf-8")) | changes
     # The code that such a field names is not here; vLLM and transformers have their own.
     config.pop("auto_map", None)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -51,3 +96,7 @@ def write_published_shape(folder: Path, name: str) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

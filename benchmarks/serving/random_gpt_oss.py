@@ -47,9 +47,9 @@ def write_random_gpt_oss(folder: Path, **changes: int) -> Path:
     Returns:
         `folder`, which is made.
     """
-    write_published_shape(folder, "gpt_oss")
+    write_published_shape(folder, "gpt_oss", **changes)
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | changes
+    config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("layer_types", None)
     path.write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)

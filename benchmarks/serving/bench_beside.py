@@ -1,0 +1,199 @@
+"""Runs `bench` on servers that are up at the same time on one GPU, which `bench` itself starts one after the other.
+
+    python benchmarks/serving/bench_beside.py --out FILE --side "four-bit DIR +four_bit" --side "stock DIR-INT4"
+        [--workload benchmarks/serving/served.yaml] [--workload prefill] [--repetitions 3] [--total-s 560]
+        [-- vllm serve arguments of all sides]
+
+A side is a name, a model's folder, passes to switch on (+four_bit) or off (-flash_dmoe) in the balanced profile, and
+vllm serve arguments of its own; `stock` is vLLM without our plugin. All start at once and are loaded in turns: the
+first beside each of the others, or alone. Give each its memory (--kv-cache-memory-bytes, and its share as
+--gpu-memory-utilization). The record is written after each bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.serving.plans import free_port, plan_here, served  # noqa: E402
+from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
+from moe_optimizer.errors import MoeOptimizerError  # noqa: E402
+from moe_optimizer.files import write_atomically  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
+from moe_optimizer.launcher.compile_caches import compile_caches  # noqa: E402
+from moe_optimizer.measure.bench.result import RESULT_FILE  # noqa: E402
+from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side, starting  # noqa: E402
+from moe_optimizer.passes.registry import PASS_NAMES  # noqa: E402
+from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.profiles import load_profile  # noqa: E402
+
+DEFAULT_WORKLOAD = "benchmarks/serving/served.yaml"
+LEAST_S = 30.0
+"""With less time left no bench begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What the command line says of a side."""
+
+    name: str
+    model: str
+    wishes: dict[str, Wish]
+    """Pass -> on or off."""
+    vllm_args: tuple[str, ...]
+
+
+def words_of(text: str) -> Words:
+    """Return what a side is made of."""
+    name, model, *rest = shlex.split(text)
+    switches = [word for word in rest if word[0] in "+-" and word[1:] in PASS_NAMES]
+    if unknown := [word for word in rest if word[0] == "+" and word not in switches]:
+        raise argparse.ArgumentTypeError(f"got {unknown}, expected + before one of {PASS_NAMES}")
+    return Words(
+        name=name,
+        model=model,
+        wishes={word[1:]: Wish.ON if word[0] == "+" else Wish.OFF for word in switches},
+        vllm_args=tuple(word for word in rest if word not in switches),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start all sides, run every bench, write the record."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    at = words.index("--") if "--" in words else len(words)
+    parser = parser_of(__doc__, commit=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--side", type=words_of, action="append", required=True, dest="sides")
+    parser.add_argument("--workload", action="append", dest="workloads", help=f"(default: {DEFAULT_WORKLOAD})")
+    parser.add_argument("--clients", help="of every workload, instead of its own")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--run-dir", type=Path, help="for logs and samples (default: a temporary folder)")
+    parser.add_argument("--total-s", type=float, default=560.0, help="no bench begins after so long")
+    options = parser.parse_args(words[:at])
+    end = time.monotonic() + options.total_s
+    sides = [side_of(each, options.batch_size, words[at + 1 :]) for each in options.sides]
+    record: dict[str, Any] = {
+        **head(
+            "`bench` on servers that were up at the same time on one GPU and loaded in turns; weights are random where "
+            "vLLM was told to (--load-format dummy)",
+            options.commit,
+        ),
+        "environment": gpu_environment(),
+        "sides": {},
+        "not_started": {},
+        "benches": [],
+        "not_measured": [],
+    }
+    with contextlib.ExitStack() as stack:
+        folder = options.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"]))
+        record["sides"] = {side.name: about(side, up[side.name]) for side in sides if side.name in up}
+        for number, (names, workload) in enumerate(benches_of(list(up), options.workloads or [DEFAULT_WORKLOAD])):
+            title = f"{' and '.join(names)}, {workload}"
+            if time.monotonic() + LEAST_S > end:
+                record["not_measured"].append(f"{title}: the time was over")
+            elif found := bench(folder / f"bench-{number}", options, workload, {name: up[name] for name in names}):
+                record["benches"].append(found)
+            else:
+                record["not_measured"].append(f"{title}: bench failed")
+            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+    return 0 if record["benches"] and not record["not_started"] else 1
+
+
+def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
+    """Return a side with the plan that it is served by.
+
+    vLLM alone has as many requests and tokens in a step as the others, and nothing else.
+    """
+    asked = words.wishes
+    if words.name == STOCK:
+        asked = dict.fromkeys(PASS_NAMES, Wish.OFF) | {"scheduler": Wish.ON}
+    plan = plan_here(
+        words.model, *vllm_args, *words.vllm_args, kernel_speeds=read_kernel_speeds(), profile=load_profile("balanced"),
+        wishes={name: (wish, "this benchmark") for name, wish in asked.items()},
+        required=frozenset(name for name, wish in words.wishes.items() if wish is Wish.ON), port=free_port(),
+        batch_size=batch_size,
+    )  # fmt: skip
+    return Side(name=words.name, plan=plan)
+
+
+@contextlib.contextmanager
+def started(
+    sides: Sequence[Side], folder: Path, timeout_s: float, failed: dict[str, str]
+) -> Iterator[dict[str, RunningSide]]:
+    """Start all sides at the same time, yield those that answer by name, and stop them together.
+
+    Args:
+        sides, timeout_s: what to start, and how long that may take.
+        folder: gets their run folders.
+        failed: gets the name of each side that did not start, and why.
+    """
+    assert sides[0].plan is not None, sides[0]
+    # `bench` and the servers look into the same folders for what was compiled.
+    os.environ.update(compile_caches(sides[0].plan, os.environ))
+    up: dict[str, RunningSide] = {}
+    with contextlib.ExitStack() as stack:
+        waits = {
+            side.name: stack.enter_context(starting(side, run_dir=folder / side.name, ready_timeout_s=timeout_s))
+            for side in sides
+        }
+        for name, wait in waits.items():
+            try:
+                up[name] = wait()
+                print(f"{name}: ready after {up[name].ready_s:.0f} s", flush=True)
+            except MoeOptimizerError as error:
+                failed[name] = str(error)
+                print(f"{name}: {error}", flush=True)
+        yield up
+        for each in up.values():
+            each.ask_to_stop()
+
+
+def about(side: Side, running: RunningSide) -> dict[str, Any]:
+    """Return what a record says of a side."""
+    assert side.plan is not None, side
+    assert running.info is not None, side
+    return {"ready_s": running.ready_s, **served(side.plan, running.info, PASS_NAMES)}
+
+
+def benches_of(names: Sequence[str], workloads: Sequence[str]) -> list[tuple[tuple[str, ...], str]]:
+    """Return the sides and the workload of each bench: the first beside each of the others, or alone."""
+    pairs = [(names[0], other) for other in names[1:]] or [tuple(names)]
+    return [(pair, workload) for workload in workloads for pair in pairs if pair]
+
+
+def bench(folder: Path, options: Any, workload: str, sides: dict[str, RunningSide]) -> dict[str, Any] | None:
+    """Return the result of one `bench` of one side or two, by their names; None if it failed."""
+    urls = [each.base_url for each in sides.values()]
+    code = moe_optimizer(
+        [
+            *("bench", options.sides[0].model, "--plan", urls[0], "--against", *(urls[1:] or [""])),
+            *("--workload", workload, "--repetitions", str(options.repetitions), "--run-dir", str(folder)),
+            *(("--clients", options.clients) if options.clients else ()),
+        ]
+    )
+    if code != 0:
+        return None
+    found = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    for side, name in zip(found["sides"], sides, strict=True):
+        side["name"] = name
+    return {key: found[key] for key in ("workload", "description", "repetitions", "sides", "verdicts")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Servers beside each other under `bench`: starts and loads are stand-ins."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import bench_beside
+from benchmarks.serving.bench_beside import benches_of, words_of
+from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.measure.bench.result import RESULT_FILE
+from moe_optimizer.measure.bench.side import RunningSide, Side
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.json_codec import encode
+from tests.builders.results import bench_result
+
+TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
+
+
+def test_a_side_is_a_name_a_model_passes_and_arguments_of_its_own() -> None:
+    words = words_of("ours 'a folder' +four_bit -expert_load -cc.mode=0 --seed 1")
+    assert (words.name, words.model) == ("ours", "a folder")
+    assert words.wishes == {"four_bit": Wish.ON, "expert_load": Wish.OFF}
+    assert words.vllm_args == ("-cc.mode=0", "--seed", "1")
+
+
+def test_a_pass_that_there_is_not_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="fourbit"):
+        words_of("ours folder +fourbit")
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [(["one"], [("one",)]), (["one", "two", "three"], [("one", "two"), ("one", "three")]), ([], [])],
+)
+def test_the_first_is_measured_beside_each_of_the_others(names: list[str], pairs: list[tuple[str, ...]]) -> None:
+    assert benches_of(names, ["a", "b"]) == [(pair, workload) for workload in ("a", "b") for pair in pairs]
+
+
+def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @contextlib.contextmanager
+    def starting(side: Side, **_: Any) -> Iterator[Callable[[], RunningSide]]:
+        def wait() -> RunningSide:
+            if side.name == "broken":
+                raise ServerFailedError("it ended")
+            return RunningSide(base_url=f"http://{side.name}", model="m", max_model_len=64, ready_s=1.0, info=None)
+
+        yield wait
+
+    def bench(words: Sequence[str]) -> int:
+        folder = Path(words[words.index("--run-dir") + 1])
+        folder.mkdir()
+        found = encode(bench_result())
+        found["sides"] = [{"name": words[words.index(flag) + 1]} for flag in ("--plan", "--against")]
+        (folder / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
+        return 0
+
+    monkeypatch.setattr(bench_beside, "starting", starting)
+    monkeypatch.setattr(bench_beside, "moe_optimizer", bench)
+    monkeypatch.setattr(bench_beside, "about", lambda side, _running: {"plan_digest": side.plan.digest})
+    out = tmp_path / "record.json"
+    sides = [word for name in ("ours", "broken", "stock") for word in ("--side", f"{name} {TINY_MOE}")]
+    code = bench_beside.main(["--out", str(out), *sides, "--run-dir", str(tmp_path), "--commit", "none"])
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert code == 1
+    assert list(record["not_started"]) == ["broken"]
+    assert list(record["sides"]) == ["ours", "stock"]
+    assert [[side["name"] for side in each["sides"]] for each in record["benches"]] == [["ours", "stock"]]
