@@ -4,10 +4,10 @@
         [--workload benchmarks/serving/served.yaml] [--workload prefill] [--repetitions 3] [--total-s 560]
         [-- vllm serve arguments of all sides]
 
-A side is a name, a model's folder, passes to switch on (+four_bit) or off (-flash_dmoe) in the balanced profile, and
-vllm serve arguments of its own; `stock` is vLLM without our plugin. All start at once and are loaded in turns: the
-first beside each of the others, or alone. Give each its memory (--kv-cache-memory-bytes, and its share as
---gpu-memory-utilization). The record is written after each bench.
+A side is a name, a model's folder, a profile (@FILE; the balanced one by default), passes to switch on (+four_bit) or
+off (-flash_dmoe) in it, and vllm serve arguments of its own; `stock` is vLLM without our plugin. All start at once and
+are loaded in turns: the first beside each of the others, or alone. Give each its memory (--kv-cache-memory-bytes, and
+its share as --gpu-memory-utilization). The record is written after each bench.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Words:
 
     name: str
     model: str
+    profile: str
     wishes: dict[str, Wish]
     """Pass -> on or off."""
     vllm_args: tuple[str, ...]
@@ -60,14 +61,16 @@ class Words:
 def words_of(text: str) -> Words:
     """Return what a side is made of."""
     name, model, *rest = shlex.split(text)
+    profiles = [word for word in rest if word[0] == "@"]
     switches = [word for word in rest if word[0] in "+-" and word[1:] in PASS_NAMES]
     if unknown := [word for word in rest if word[0] == "+" and word not in switches]:
         raise argparse.ArgumentTypeError(f"got {unknown}, expected + before one of {PASS_NAMES}")
     return Words(
         name=name,
         model=model,
+        profile=profiles[-1][1:] if profiles else "balanced",
         wishes={word[1:]: Wish.ON if word[0] == "+" else Wish.OFF for word in switches},
-        vllm_args=tuple(word for word in rest if word not in switches),
+        vllm_args=tuple(word for word in rest if word not in (*switches, *profiles)),
     )
 
 
@@ -124,7 +127,8 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
     if words.name == STOCK:
         asked = dict.fromkeys(PASS_NAMES, Wish.OFF) | {"scheduler": Wish.ON}
     plan = plan_here(
-        words.model, *vllm_args, *words.vllm_args, kernel_speeds=read_kernel_speeds(), profile=load_profile("balanced"),
+        words.model, *vllm_args, *words.vllm_args,
+        kernel_speeds=read_kernel_speeds(), profile=load_profile(words.profile),
         wishes={name: (wish, "this benchmark") for name, wish in asked.items()},
         required=frozenset(name for name, wish in words.wishes.items() if wish is Wish.ON), port=free_port(),
         batch_size=batch_size,

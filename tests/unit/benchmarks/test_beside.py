@@ -24,8 +24,9 @@ TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
 
 
 def test_a_side_is_a_name_a_model_passes_and_arguments_of_its_own() -> None:
-    words = words_of("ours 'a folder' +four_bit -expert_load -cc.mode=0 --seed 1")
-    assert (words.name, words.model) == ("ours", "a folder")
+    words = words_of("ours 'a folder' +four_bit -expert_load -cc.mode=0 @a.yaml --seed 1")
+    assert (words.name, words.model, words.profile) == ("ours", "a folder", "a.yaml")
+    assert words_of("ours folder").profile == "balanced"
     assert words.wishes == {"four_bit": Wish.ON, "expert_load": Wish.OFF}
     assert words.vllm_args == ("-cc.mode=0", "--seed", "1")
 
