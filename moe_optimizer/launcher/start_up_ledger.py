@@ -14,11 +14,12 @@ _PHASES: Mapping[str, re.Pattern[str]] = {
     "vLLM: kernels": re.compile(r"JIT kernel warmup finished in ([\d.]+)s"),
     "vLLM: graphs": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
     "vLLM: engine": re.compile(r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s"),
+    "vLLM: self-check": re.compile(r"the self-checks of the layers took ([\d.]+) s"),
     "vLLM: canary": re.compile(r"the canary of [1-9]\d* layers took ([\d.]+) s, before ready"),
 }
 """Phase -> the line of vLLM's log that tells it. "engine" holds all others but "weights"."""
 
-_OURS = ("vLLM: canary", "warm-up", "proofs", "decode check")
+_OURS = ("vLLM: self-check", "vLLM: canary", "warm-up", "proofs", "decode check")
 """Phases that a start of vLLM alone does not have."""
 
 

@@ -82,6 +82,9 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
         not_run(session, when, str(error))
         return
     logger.info("the canary of %d layers took %.2f s, %s", layers, time.monotonic() - began, when)
+    if session.self_checks_s:
+        logger.info("the self-checks of the layers took %.2f s, in their first forward", session.self_checks_s)
+        session.self_checks_s = 0.0
     if worst.reason:
         raise failed(session, when, worst.reason)
     if not layers:

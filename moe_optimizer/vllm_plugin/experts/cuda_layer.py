@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,6 +108,7 @@ class CudaLayer:
         if torch.cuda.is_current_stream_capturing():
             self._refuse(session, "it was not tried before a CUDA graph was captured")
             return
+        began = time.monotonic()
         cuda_dispatch.prepare_device(self._layer.weights.w13.device)
         position = session.layers_of_shape(tuple(self._layer.weights.w13.shape))
         kernels = {
@@ -120,6 +122,8 @@ class CudaLayer:
         except NotCheckedError as error:
             self._refuse(session, f"not tried: {error}")
             return
+        finally:
+            session.self_checks_s += time.monotonic() - began
         if result.reason:
             self._refuse(session, f"self-check failed: {result.reason}")
             return
