@@ -20,6 +20,9 @@ ENTRY_POINT = "moe_optimizer"
 _SUPERVISED = ("-m", supervised.__name__)
 _DRAINING = "moe_optimizer.vllm_plugin.draining.RefuseWhileDraining"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_NOT_FORKED = ("--numa-bind", "--mm-tensor-ipc")
+"""Arguments with which vLLM cannot fork its processes, or refuses to."""
 
 
 def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
@@ -54,11 +57,23 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
     return {
         "VLLM_NO_USAGE_STATS": "1",
         **compile_caches(plan, environ),
+        **_start_method(plan),
         **python_environment(kept),
         **plan.serve_env,
         env.PLAN: str(plan_path),
         env.LAUNCHER: this_process(),
     }
+
+
+def _start_method(plan: Plan) -> dict[str, str]:
+    """Return the variable that has vLLM fork its engine and workers from its API server, where they can be.
+
+    Otherwise each of them starts Python and imports vLLM anew, one after the other. The API server has not touched a
+    GPU by then; where it has, vLLM sees that and does not fork. Its CPU platform never does.
+    """
+    if not plan.num_gpus or env.read_environment().disabled or any(flag in plan.serve_args for flag in _NOT_FORKED):
+        return {}
+    return {_START_METHOD: "fork"}
 
 
 def check_plugin_visible(plan: Plan) -> None:

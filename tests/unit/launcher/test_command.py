@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher import command as server_command
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, gpus, request, tiny_moe
 
 
 @pytest.fixture
@@ -77,6 +77,30 @@ def test_the_server_gets_the_plan_and_no_second_wish(plan: Plan) -> None:
 def test_pickle_over_the_internal_sockets_is_refused(plan: Plan) -> None:
     with pytest.raises(InputError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         server_command.server_environment(plan, Path("p"), {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "method"),
+    [
+        ((), {}, "fork"),
+        ((), {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, "spawn"),
+        (("--numa-bind",), {}, None),
+        (("--mm-tensor-ipc", "torch_shm"), {}, None),
+    ],
+)
+def test_a_gpu_servers_processes_are_forked_unless_the_user_or_an_argument_is_against_it(
+    words: tuple[str, ...], environ: dict[str, str], method: str | None
+) -> None:
+    plan = make_plan(request(tiny_moe(), gpus("h100_sxm"), vllm_args=words))
+    got = server_command.server_environment(plan, Path("p"), environ)
+    assert got.get("VLLM_WORKER_MULTIPROC_METHOD") == method
+
+
+def test_stock_vllm_starts_its_processes_as_it_does(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in server_command.server_environment(plan, Path("p"), {})
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    stock = make_plan(request(tiny_moe(), gpus("h100_sxm")))
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in server_command.server_environment(stock, Path("p"), {})
 
 
 def test_a_plugin_that_vllm_would_not_find_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
