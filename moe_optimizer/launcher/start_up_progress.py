@@ -44,6 +44,8 @@ class StartUpProgress:
         self._log_path, self._say, self._live = log_path, say, live
         self._phase, self._left = _FIRST, list(_NEXT)
         self._done: list[str] = []
+        self.phases_s: dict[str, float] = {}
+        """Seconds of each phase that has ended, by what the log says of it."""
         self._read_bytes, self._rest = 0, b""
         self._began = self._phase_began = time.monotonic()
         self._expected = self._read_expected()
@@ -72,11 +74,15 @@ class StartUpProgress:
             self._live(f"{total}: {phases}")
 
     def _reached(self, phase: str) -> None:
+        self._ended()
         now = time.monotonic()
         self._done.append(f"{self._phase} {now - self._phase_began:.0f} s")
         if self._live is None:
             self._say(f"{self._done[-1]}; {phase}")
         self._phase, self._phase_began = phase, now
+
+    def _ended(self) -> None:
+        self.phases_s[self._phase] = time.monotonic() - self._phase_began
 
     def _read_expected(self) -> str:
         try:
@@ -86,6 +92,7 @@ class StartUpProgress:
 
     def ended(self) -> None:
         """Keep how long this start took, for the next one; on a terminal say what its phases took."""
+        self._ended()
         if self._live is not None:
             self._reached("")
             self._say(", ".join(self._done))

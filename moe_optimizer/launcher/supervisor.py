@@ -35,7 +35,8 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.server_processes import process_is_alive
 
 _POLL_S = 0.2
-_HEALTH_INTERVAL_S = 0.5
+_HEALTH_INTERVAL_S = 0.1
+"""Chosen: until a server listens, a question costs it nothing; a start waits half of it on average."""
 _LIVENESS_INTERVAL_S = 1.0
 NOTICE_S = 15.0
 """Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it counts as hanging."""
@@ -143,8 +144,8 @@ class Supervisor:
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
-        self._ledger.ended("vLLM answers")
         progress.ended()
+        self._ledger.ended("vLLM answers", parts=progress.phases_s)
         front = self._deployment.front
         if self._asks_before_ready:
             self._ask_before_ready()

@@ -40,6 +40,16 @@ def test_each_phase_is_said_once_also_from_a_line_that_is_written_in_two_parts(s
     ]
 
 
+def test_the_ledger_of_a_start_gets_the_seconds_of_each_phase(start: Start) -> None:
+    progress, log, _ = start
+    log.write_text(ENGINE + LOADING)
+    progress.look()
+    progress.look()
+    progress.ended()
+    assert list(progress.phases_s) == ["importing vLLM", "starting engine and workers", "loading weights"]
+    assert all(0 <= seconds < 60 for seconds in progress.phases_s.values())
+
+
 def test_a_phase_that_the_log_does_not_name_is_passed_over(start: Start) -> None:
     progress, log, said = start
     log.write_text(LOADED)
