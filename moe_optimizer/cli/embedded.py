@@ -141,6 +141,7 @@ def _report(
         plan_digest=plan.digest,
         start_up_s=start_up_s,
         phases_s={},
+        warm_up="no",
         servers=(),
         passes=(),
         restarts=0,

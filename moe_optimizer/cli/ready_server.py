@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moe_optimizer.proof.table import Row
 
@@ -37,6 +37,8 @@ class ReadyServer:
     start_up_s: float
     phases_s: Mapping[str, float]
     """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
+    warm_up: Literal["whole", "short", "no"]
+    """"short": only the shapes were sent for which an earlier start like this needed kernels, and some to prove it."""
     servers: tuple[VllmServer, ...]
     passes: tuple[Row, ...]
     restarts: int
@@ -54,6 +56,7 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
         plan_digest=plan.digest,
         start_up_s=info.start_up_s,
         phases_s=info.phases_s,
+        warm_up=info.warm_up,
         servers=tuple(
             VllmServer(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))
             for server in info.servers

@@ -20,9 +20,13 @@ def compile_caches(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a server on GPUs, as far as `environ` does not set them."""
     if not plan.num_gpus:
         return {}
-    versions = [f"vllm-{plan.vllm_version or 'unknown'}", *map(_with_version, _VERSIONS)]
-    root = cache_dir(environ) / "compiled" / "_".join(versions)
+    root = cache_dir(environ) / "compiled" / compiler_versions(plan)
     return {name: str(root / folder) for name, folder in _FOLDERS.items() if not environ.get(name)}
+
+
+def compiler_versions(plan: Plan) -> str:
+    """Return the versions on which compiled kernels depend, as a folder is called."""
+    return "_".join([f"vllm-{plan.vllm_version or 'unknown'}", *map(_with_version, _VERSIONS)])
 
 
 def _with_version(name: str) -> str:

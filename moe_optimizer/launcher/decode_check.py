@@ -23,7 +23,7 @@ from typing import Any
 
 from moe_optimizer.errors import described
 from moe_optimizer.launcher.http_client import ServerClient
-from moe_optimizer.launcher.warm_up import Prompts
+from moe_optimizer.launcher.warm_up_requests import Prompts
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.pass_params import GraphCaptureParams, KvCacheParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan

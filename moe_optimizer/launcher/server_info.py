@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.table import Row
@@ -43,5 +44,7 @@ class ServerInfo:
     start_up_s: float
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
+    warm_up: Literal["whole", "short", "no"] = "no"
+    """"whole"; "short" where an earlier start like this has left its kernels; "no"."""
     restarts: int = 0
     """Times it was started again after an unexpected end."""

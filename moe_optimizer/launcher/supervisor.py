@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher.address import who_is_answered
@@ -81,6 +81,7 @@ class Supervisor:
         self._stall_timeout_s = stall_timeout_s
         self._served = served or Served()
         self._ready = self._hangs = self._disk_is_full = False
+        self._warmed_up: Literal["whole", "short", "no"] = "no"
         self._stops: Sequence[int] = ()
         self._beats: list[tuple[Service, Heartbeat]] = []
         self._deployment = Deployment(plan, RunFolder(run_dir), restarts=self._served.restarts)
@@ -187,6 +188,7 @@ class Supervisor:
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
             phases_s=phases,
+            warm_up=self._warmed_up,
             restarts=self._served.restarts,
         )
 
@@ -217,6 +219,7 @@ class Supervisor:
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
         self._echo(result.in_words())
+        self._warmed_up = "short" if result.short else "whole"
         self._ledger.ended("warm-up", parts=result.group_s)
 
     def _check_decode(self) -> None:

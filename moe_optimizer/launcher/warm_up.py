@@ -7,15 +7,13 @@ request wait. Everything goes over HTTP, as a user's requests do.
 from __future__ import annotations
 
 import concurrent.futures
-import operator
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from moe_optimizer.launcher.http_client import ServerClient
-from moe_optimizer.proof.record import COMPARED_REPLAYS
+from moe_optimizer.launcher.warm_up_requests import Request, Shapes, groups_for
 
 DEFAULT_LIMIT_S = 120.0
 """Chosen: the shapes of a round take some seconds on a GPU, compiling for them a minute or two on a first start."""
@@ -23,46 +21,17 @@ _ROUNDS = 4
 """Chosen: a second one finds what the first brought; more are needed where two things must meet."""
 SETTLE_S = 0.5
 """Until the proofs have what appeared in caches: at most twice `proof.record.WARMING_S`."""
-_TOKEN_IDS = 200
-"""Chosen: ids below are in every vocabulary; they start at 10, after most special tokens."""
-_LONGEST = 32_768
-"""Chosen: of a long context; attention over a longer one uses the same kernels."""
-
-_REPEATED, _REPEATS = 4, 8
-"""Chosen: tokens of a pattern and how often a prompt has it, so that an answer goes on with it."""
-
 AHEAD_S = 0.05
 """Until requests that are to be decoded beside a prompt have begun."""
 _POLL_S = 0.05
 
-Compiled = Callable[[], int]
-"""Returns how many kernels and graphs the workers have compiled so far."""
 
+class Kernels(NamedTuple):
+    """Kernels and graphs that the workers did not have in their processes when they needed them."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """What one server can be asked."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    drafts: bool = False
-    """Whether steps check drafts, of which prompts that repeat themselves bring most."""
-    handed_over: bool = False
-    """Whether another server reads the prompts, so that nobody is asked for what is known while reading."""
-    captured: int = 0
-    """Tokens of a step up to which vLLM has captured graphs, and so compiled what they hold; 0: none are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One HTTP request of a warm-up."""
-
-    what: str
-    """In words, for the progress."""
-    body: Mapping[str, Any]
-    beside: Mapping[str, Any] | None = None
-    """A request that is decoded while `body` is."""
+    compiled: int = 0
+    loaded: int = 0
+    """Found in the cache that an earlier process has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,193 +49,129 @@ class WarmUpResult:
     """To each server."""
     group_s: Mapping[str, float]
     """Seconds of each group, all its rounds."""
+    short: bool
+    """Whether it was only what an earlier start needed kernels for, and what proves that nothing else does."""
+    needed: frozenset[str]
+    """Names of the requests for which kernels were compiled or loaded."""
 
     def in_words(self) -> str:
         """Return it as a line for the user."""
-        end = "" if self.settled else "; stopped before nothing compiled any more: a request may still wait for it"
+        short = "; the other shapes' kernels are in the caches of an earlier start" if self.short else ""
+        end = short if self.settled else "; stopped before nothing compiled any more: a request may still wait for it"
         refused = f", {self.refused} refused" if self.refused else ""
         return (
             f"warmed up in {self.seconds:.0f} s: {self.requests} requests{refused}, {self.compiled} compilations{end}"
         )
 
 
-def warm_up(
-    clients: Sequence[ServerClient],
-    model: str,
-    shapes: Shapes,
-    compiled: Compiled,
-    *,
-    limit_s: float,
-    pause: Callable[[float], None],
-    say: Callable[[str], None],
-) -> WarmUpResult:
-    """Send every group of requests to every server, and again those of a group up to the last one in which something
-    was compiled, until nothing is or the time is over.
+class WarmUp:
+    """One warm-up of some servers, which all are sent the same.
 
     Args:
         clients: the servers.
         model: its name in requests.
         shapes: what each can be asked.
-        compiled: counts over all workers.
+        kernels: counts over all workers.
         limit_s: for everything.
         pause: sleeps for some seconds, and raises when waiting is pointless.
         say: shows progress, a line at a time.
+        counted: says whether `kernels` knows of everything already: a worker sees later what only appears in a cache.
     """
-    begin = time.monotonic()
-    deadline, first = begin + limit_s, compiled()
-    before, sent, refused = first, 0, 0
-    group_s: dict[str, float] = {}
-    again = {name: len(requests) for name, requests in groups_for(shapes, seed=0).items()}
-    for number in range(_ROUNDS):
-        groups = {name: each[: again.get(name, 0)] for name, each in groups_for(shapes, seed=number).items()}
-        again = {}
-        for name, requests in filter(operator.itemgetter(1), groups.items()):
-            began = time.monotonic()
-            say(f"warming up: round {number + 1}, {len(requests)} requests: {name}, {began - begin:.0f} s")
-            for count, request in enumerate(requests, 1):
-                refused += not _answered(clients, model, request, deadline, pause)
-                now = compiled()
-                if now != before:
-                    before, again[name] = now, count
-            sent += len(requests)
-            group_s[name] = group_s.get(name, 0.0) + time.monotonic() - began
-        if not again:
-            pause(SETTLE_S)
-            now = compiled()
-            if now != before:
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        model: str,
+        shapes: Shapes,
+        kernels: Callable[[], Kernels],
+        *,
+        limit_s: float,
+        pause: Callable[[float], None],
+        say: Callable[[str], None],
+        counted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._clients, self._model, self._shapes = clients, model, shapes
+        self._kernels, self._counted, self._pause, self._say = kernels, counted, pause, say
+        self._began = time.monotonic()
+        self._deadline = self._began + limit_s
+        self._before = self._first = kernels()
+        self._round = self._sent = self._refused = 0
+        self._group_s: dict[str, float] = {}
+        self._needed: set[str] = set()
+        self._compiled_for: set[str] = set()
+
+    def run(self, known: Collection[str] | None = None) -> WarmUpResult:
+        """Send every group of requests, and again those of a group up to the last one for which something was compiled,
+        until nothing is or the time is over.
+
+        Args:
+            known: names of the requests for which an earlier start needed kernels that it has left in caches. Then only
+                these are sent and those that prove, and all if something is compiled for one of the latter. None:
+                nothing is known of an earlier start.
+        """
+        short, settled = known is not None, False
+        if known is not None:
+            settled = self._send_until_settled(lambda each: each.proves or each.what in known, known)
+            short = not self._compiled_for.difference(known)
+        if not short:
+            settled = self._send_until_settled(lambda _each: True)
+        return WarmUpResult(
+            seconds=time.monotonic() - self._began, compiled=self._before.compiled - self._first.compiled,
+            settled=settled, refused=self._refused, requests=self._sent, group_s=self._group_s, short=short,
+            needed=frozenset(self._needed),
+        )  # fmt: skip
+
+    def _send_until_settled(self, chosen: Callable[[Request], bool], known: Collection[str] | None = None) -> bool:
+        """Return whether the last round compiled nothing, within the time.
+
+        Args:
+            chosen: says which requests are sent.
+            known: ends it where something is compiled for others; None: nothing does.
+        """
+        again: dict[str, int] | None = None
+        for _ in range(_ROUNDS):
+            groups = {name: list(filter(chosen, each)) for name, each in self._groups().items()}
+            if again is not None:
+                groups = {name: each[: again.get(name, 0)] for name, each in groups.items()}
+            again = {name: self._send(name, each) for name, each in groups.items() if each}
+            if not any(again.values()) and self._compiled_late():
                 # It was seen too late to tell which of them needed it.
-                before, again = now, {name: len(requests) for name, requests in groups.items()}
-        if not again or time.monotonic() >= deadline:
-            break
-    return WarmUpResult(
-        seconds=time.monotonic() - begin, compiled=before - first, settled=not again and time.monotonic() < deadline,
-        refused=refused, requests=sent, group_s=group_s,
-    )  # fmt: skip
+                again = {name: len(each) for name, each in groups.items()}
+                late = {each.what for requests in groups.values() for each in requests}
+                self._needed |= late
+                self._compiled_for |= late
+            unknown = known is not None and self._compiled_for.difference(known)
+            if unknown or not any(again.values()) or time.monotonic() >= self._deadline:
+                break
+        return not any((again or {}).values()) and time.monotonic() < self._deadline
 
+    def _groups(self) -> dict[str, list[Request]]:
+        self._round += 1
+        return groups_for(self._shapes, seed=self._round - 1)
 
-def groups_for(shapes: Shapes, *, seed: int) -> dict[str, list[Request]]:
-    """Return the requests of a round, by what they bring: decode batches, ways to sample, prompts of many lengths, a
-    stream, prompts beside requests that decode.
-    """
-    prompts = Prompts(seed)
-    room = shapes.max_model_len - 8
-    longest = max(1, min(room, _LONGEST))
-    groups = {
-        "decode batches": list(_decode_batches(shapes, prompts, room)),
-        "sampling": list(_sampled(shapes, prompts, room)),
-        "prompts": list(_prompts(shapes, prompts, longest)),
-        "prompts beside decoding": list(_mixed(shapes, prompts, room)),
-    }
-    if longest > 2 * shapes.max_num_batched_tokens:
-        # Last: on a slow machine it takes what is left of the time.
-        long = Request(what=f"a long context of {longest} tokens", body=_body([prompts.of(longest)], 4))
-        groups["a long context"] = [long]
-    return groups
+    def _send(self, name: str, requests: Sequence[Request]) -> int:
+        """Send the requests of a group; return the number of the last one for which something was compiled."""
+        began, last = time.monotonic(), 0
+        self._say(f"warming up: round {self._round}, {len(requests)} requests: {name}, {began - self._began:.0f} s")
+        for count, request in enumerate(requests, 1):
+            answered = _answered(self._clients, self._model, request, self._deadline, self._pause)
+            self._refused += not answered
+            before, self._before = self._before, self._kernels()
+            if self._before != before:
+                self._needed.add(request.what)
+            if self._before.compiled != before.compiled:
+                self._compiled_for.add(request.what)
+                last = count
+        self._sent += len(requests)
+        self._group_s[name] = self._group_s.get(name, 0.0) + time.monotonic() - began
+        return last
 
-
-def _decode_batches(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
-    batches = _batches(shapes.max_num_seqs, shapes.captured)
-    for batch in batches:
-        # The first token is of the prompt.
-        body = _body([prompts.of(max(1, min(5, room))) for _ in range(batch)], 1 + COMPARED_REPLAYS)
-        yield Request(what=f"{batch} requests at once", body=body)
-    if shapes.drafts and room >= _REPEATED * _REPEATS:
-        for batch in batches:
-            repeated = [prompts.of(_REPEATED) * _REPEATS for _ in range(batch)]
-            yield Request(what=f"{batch} requests that repeat themselves", body=_body(repeated, 8))
-
-
-def _sampled(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
-    alone = [each for each in _SAMPLING if not (shapes.handed_over and "prompt_logprobs" in each)]
-    for settings, batches in ((alone, (1,)), (_SAMPLED_TOGETHER, _TOGETHER)):
-        for batch in sorted({min(batch, shapes.max_num_seqs) for batch in batches}):
-            for each in settings:
-                body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 3), **each}
-                yield Request(what=f"{batch} requests with {', '.join(each)}", body=body)
-
-
-def _prompts(shapes: Shapes, prompts: Prompts, longest: int) -> Iterator[Request]:
-    for length in _lengths(min(longest, 2 * shapes.max_num_batched_tokens), shapes.captured):
-        yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2))
-    yield Request(what="a stream", body=_body([prompts.of(min(9, longest))], 8) | {"stream": True})
-
-
-def _mixed(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Request]:
-    for length in _lengths(min(room, shapes.max_num_batched_tokens), shapes.captured)[-3:]:
-        few = [prompts.of(max(1, min(7, room))) for _ in range(min(4, shapes.max_num_seqs))]
-        decoded = _body(few, max(1, min(24, room - 7)))
-        yield Request(
-            what=f"a prompt of {length} tokens while others decode", body=_body([prompts.of(length)], 2), beside=decoded
-        )
-
-
-_SAMPLING: tuple[Mapping[str, Any], ...] = (
-    # First: what some versions of vLLM compile for it in every process has no others sent again.
-    {"logprobs": 5},
-    {"temperature": 0.8},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.8, "top_k": 20},
-    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-    {"temperature": 0.8, "seed": 7},
-    {"repetition_penalty": 1.1},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-    {"logprobs": 0},
-    {"logprobs": 20},
-    {"prompt_logprobs": 1},
-    {"temperature": 0.8, "n": 2},
-    {"logit_bias": {"11": 1.0}},
-    {"min_tokens": 2, "stop": ["no such end"]},
-    {"response_format": {"type": "json_object"}},
-    {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.05, "logprobs": 2, "seed": 1},
-)
-
-
-_SAMPLED_TOGETHER: tuple[Mapping[str, Any], ...] = (
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.8, "top_k": 20},
-    {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.05, "logprobs": 2},
-    {"temperature": 0.8, "min_p": 0.05, "logit_bias": {"11": 1.0}, "min_tokens": 2, "presence_penalty": 0.5},
-)
-"""No seeds: vLLM's CPU build (0.32) ends where a step holds only a part of a prompt with one."""
-_TOGETHER = (9, 16)
-"""From eight requests on vLLM takes kernels of its own for top_k and top_p, each of both for itself; kernels are
-compiled apart for numbers that divide by 16."""
-
-
-class Prompts:
-    """Random prompts, so that none is found in the prefix cache."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def of(self, length: int) -> list[int]:
-        """Return the next prompt, of so many tokens."""
-        return [self._random.randrange(10, _TOKEN_IDS) for _ in range(length)]
-
-
-def _body(prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
-    return {"prompt": list(prompts), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-
-
-def _batches(most: int, captured: int) -> list[int]:
-    """Return decode batches: powers of two, one more than those, and the largest. What a graph holds is compiled, and
-    around it a batch of more than 17 is like one of 17.
-    """
-    powers = [2**power for power in range(12) if 2**power < most]
-    more = {power + 1 for power in powers if 2 < power < most}
-    return sorted({1, most, *powers, *(batch for batch in more if batch <= 17 or batch > captured)})
-
-
-def _lengths(most: int, captured: int) -> list[int]:
-    """Return lengths of prompts: powers of two, some tokens more, half as much again, and the longest.
-
-    Kernels are compiled apart for numbers that divide by 16, and vLLM's tuned configurations change at powers of two
-    and between them. Between the shortest lengths and the largest graph there is nothing left to compile.
-    """
-    most = max(1, most)
-    powers = [2**power for power in range(4, 20) if 2**power <= most]
-    more = {length for power in powers for length in (power + 5, power * 3 // 2) if length <= most}
-    return sorted({most, *(length for length in (*powers, *more) if length <= 21 or length >= captured)})
+    def _compiled_late(self) -> bool:
+        """Return whether something was compiled that only now is counted."""
+        if not self._counted():
+            self._pause(SETTLE_S)
+        before, self._before = self._before, self._kernels()
+        return self._before.compiled != before.compiled
 
 
 def _answered(

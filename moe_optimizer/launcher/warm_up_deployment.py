@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.compiler_caches import UNSEEN, cache_folders, cached_kernels
 from moe_optimizer.launcher.deployment import Deployment
-from moe_optimizer.launcher.warm_up import Shapes, WarmUpResult, warm_up
+from moe_optimizer.launcher.warm_up import Kernels, WarmUp, WarmUpResult
+from moe_optimizer.launcher.warm_up_memory import WarmUpMemory
+from moe_optimizer.launcher.warm_up_requests import Shapes, groups_for
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.record import read_compilations
 
 
 def warm_up_deployment(
@@ -24,7 +28,9 @@ def warm_up_deployment(
 ) -> WarmUpResult:
     """Warm up the servers of a run, each for itself; prefill and decode servers together, through their router.
 
-    Args: as `warm_up`.
+    One server alone is spared what an earlier start of its plan has left.
+
+    Args: as `WarmUp`.
     """
     together = plan.decision("disaggregation").status is Status.ON
     services = (deployment.front,) if together else deployment.servers
@@ -37,8 +43,32 @@ def warm_up_deployment(
         handed_over=together,
         captured=captured_up_to(plan),
     )
-    clients = [service.client for service in services]
-    return warm_up(clients, model, shapes, lambda: compilations(deployment), limit_s=limit_s, pause=pause, say=say)
+    warm_up = WarmUp(
+        [service.client for service in services],
+        model,
+        shapes,
+        lambda: needed_kernels(deployment),
+        limit_s=limit_s,
+        pause=pause,
+        say=say,
+        counted=_nothing_new(plan, deployment),
+    )
+    if plan.group is not None or plan.num_nodes > 1:
+        return warm_up.run()
+    requests = [each.what for each in chain.from_iterable(groups_for(shapes, seed=0).values())]
+    memory = WarmUpMemory(plan, deployment.servers[0].environment, requests)
+    result = warm_up.run(memory.known())
+    memory.keep(result)
+    return result
+
+
+def _nothing_new(plan: Plan, deployment: Deployment) -> Callable[[], bool]:
+    """Return what says whether no kernel has appeared since now of those that only a cache shows."""
+    folders = cache_folders(deployment.servers[0].environment)
+    unseen = {name: folders[name] for name in UNSEEN}
+    before = set(cached_kernels(unseen))
+    # Those of other machines cannot be looked at.
+    return lambda: plan.num_nodes == 1 and before.issuperset(cached_kernels(unseen))
 
 
 def captured_up_to(plan: Plan) -> int:
@@ -50,13 +80,14 @@ def captured_up_to(plan: Plan) -> int:
     return plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size
 
 
-def compilations(deployment: Deployment) -> int:
-    """Return how much the workers of all servers have compiled so far, as their proofs say."""
-    total = 0
+def needed_kernels(deployment: Deployment) -> Kernels:
+    """Return what the workers of all servers have compiled and loaded so far, as their proofs say."""
+    compiled = loaded = 0
     for server in deployment.servers:
         try:
-            counts = [proof.compilations for proof in read_proofs(server.folder.path)]
+            counts = read_compilations(server.folder.path)
         except InputError:
             continue
-        total += sum(each.before_ready + each.after_ready for each in counts if each is not None)
-    return total
+        compiled += sum(each.before_ready + each.after_ready for each in counts)
+        loaded += sum(each.loaded for each in counts)
+    return Kernels(compiled, loaded)

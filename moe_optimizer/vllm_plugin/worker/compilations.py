@@ -81,8 +81,8 @@ class CompilationWatch:
             else:
                 self._proof.before_ready += 1
                 logger.info("compiled before the server is ready: %s%s", what, self._shape())
-        if self.warming and not loaded:
-            # The launcher reads it as soon as the request is answered.
+        if self.warming:
+            # The launcher reads it as soon as the request is answered, to know which one it was.
             self._session.writer.write()
         else:
             self._session.writer.touch()

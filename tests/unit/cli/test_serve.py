@@ -120,7 +120,8 @@ def test_a_ready_server_is_described_on_stdout(
     shown = json.loads(capsys.readouterr().out)
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
-        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "passes": [], "restarts": 0,
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "warm_up": "no", "passes": [],
+        "restarts": 0,
         "servers": [
             {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}
         ],

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,8 @@ import pytest
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import launch, warm_up
 from moe_optimizer.launcher.http_client import ServerClient
-from moe_optimizer.launcher.warm_up import Shapes, groups_for
+from moe_optimizer.launcher.warm_up import Kernels, WarmUp, WarmUpResult
+from moe_optimizer.launcher.warm_up_requests import Request, Shapes, groups_for
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import WARMING_FILE
 from tests.served_until import serve
@@ -24,9 +26,14 @@ from tests.unit.launcher.stand_in import Fake
 SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
 
 
+def asked(shapes: Shapes = SHAPES, *, seed: int = 0) -> list[Request]:
+    return list(itertools.chain.from_iterable(groups_for(shapes, seed=seed).values()))
+
+
 @pytest.fixture
-def fake(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Makes a plan of a stand-in with some behaviours, for four requests at once."""
+def fake(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    """Makes a plan of a stand-in with some behaviours, for four requests at once; no start was before it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(warm_up, "SETTLE_S", 0.1)
     monkeypatch.setattr(warm_up, "AHEAD_S", 0.0)
     return functools.partial(fake, batch_size=4)
@@ -79,16 +86,76 @@ def test_one_round_is_enough_where_nothing_compiles(fake: Fake, tmp_path: Path) 
 def test_what_shows_in_a_cache_only_after_the_answers_has_all_of_them_sent_again() -> None:
     said: list[str] = []
     pauses: list[float] = []
-    client = cast(ServerClient, SimpleNamespace(generate=lambda body, timeout_s: None))
-    result = warm_up.warm_up(
-        [client], "m", SHAPES, lambda: int(warm_up.SETTLE_S in pauses), limit_s=60.0, pause=pauses.append,
-        say=said.append,
-    )  # fmt: skip
+    result = warmed_up(
+        lambda _sent: Kernels(compiled=int(warm_up.SETTLE_S in pauses)), pause=pauses.append, say=said.append
+    )
     groups = groups_for(SHAPES, seed=0)
     assert [line.split(": ", 2)[2].partition(",")[0] for line in said] == [*groups, *groups]
     assert result.settled
     assert result.compiled == 1
     assert result.requests == 2 * len(asked())
+
+
+def warmed_up(kernels: Callable[[list[Any]], Kernels], known: set[str] | None = None, **options: Any) -> WarmUpResult:
+    """Warm up a server of which `kernels` says, from the bodies sent so far, what it needed."""
+    sent: list[Any] = []
+    client = cast(ServerClient, SimpleNamespace(generate=lambda body, timeout_s: sent.append(body)))
+    options = {"pause": lambda _seconds: None, "say": lambda _line: None, **options}
+    return WarmUp([client], "m", SHAPES, lambda: kernels(sent), limit_s=60.0, **options).run(known)
+
+
+PROVING = {each.what for each in asked() if each.proves}
+SAMPLED = next(each.what for each in asked() if "min_p" in each.body)
+
+
+def needing(*keys: str, loaded: bool = False) -> Callable[[list[Any]], Kernels]:
+    """Return counts of a server that needs a kernel for each of these keys of a request."""
+
+    def kernels(sent: list[Any]) -> Kernels:
+        needed = sum(any(key in body for body in sent) for key in keys)
+        return Kernels(loaded=needed) if loaded else Kernels(compiled=needed)
+
+    return kernels
+
+
+def test_what_needed_a_kernel_is_known_afterwards_compiled_or_loaded() -> None:
+    assert warmed_up(needing("min_p")).needed == {SAMPLED}
+    loading = warmed_up(needing("min_p", loaded=True))
+    assert (loading.needed, loading.compiled, loading.requests) == ({SAMPLED}, 0, len(asked()))
+
+
+def test_a_start_that_knows_what_needs_kernels_sends_only_that_and_what_proves_it() -> None:
+    result = warmed_up(needing("min_p"), known={SAMPLED})
+    assert result.short
+    assert result.settled
+    # What was compiled, in this process as in the one before, is sent again, with those of its group before it.
+    assert result.requests == len(PROVING) + 2
+    assert result.requests < len(asked()) / 2
+    assert result.needed == {SAMPLED}
+
+
+def test_every_decode_batch_is_sent_at_every_start_because_graphs_are_of_a_process() -> None:
+    assert {each.what for each in asked() if each.what.endswith("at once")} <= PROVING
+
+
+def test_a_kernel_that_is_compiled_for_what_needed_none_has_everything_sent() -> None:
+    result = warmed_up(needing("stream"), known=set())
+    assert not result.short
+    assert result.settled
+    assert result.requests > len(asked())
+    assert result.needed == {"a stream"}
+
+
+def test_a_kernel_that_is_only_loaded_for_what_needed_none_has_not() -> None:
+    result = warmed_up(needing("stream", loaded=True), known=set())
+    assert result.short
+    assert result.needed == {"a stream"}
+
+
+def test_nothing_is_waited_for_where_no_cache_has_grown() -> None:
+    pauses: list[float] = []
+    warmed_up(lambda _sent: Kernels(), pause=pauses.append, counted=lambda: True)
+    assert warm_up.SETTLE_S not in pauses
 
 
 def test_the_ledger_has_each_kind_of_request_as_a_part_of_the_warm_up(fake: Fake, tmp_path: Path) -> None:
@@ -161,10 +228,6 @@ def test_a_marker_of_an_earlier_run_is_removed(fake: Fake, tmp_path: Path) -> No
     (tmp_path / WARMING_FILE).touch()
     with launch.running(fake(), run_dir=tmp_path):
         assert not (tmp_path / WARMING_FILE).exists()
-
-
-def asked(shapes: Shapes = SHAPES, *, seed: int = 0) -> list[warm_up.Request]:
-    return list(itertools.chain.from_iterable(groups_for(shapes, seed=seed).values()))
 
 
 def test_decode_batches_go_up_to_the_largest() -> None:

@@ -1,0 +1,69 @@
+"""Keeps for which requests of a warm-up kernels were needed, and which kernels its caches held at the end.
+
+A start of the same plan then has to send only these, as long as the caches still hold all of that: what the other
+requests need was needed by one of these before, and is in the process again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+
+from moe_optimizer import __version__
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_json, write_atomically
+from moe_optimizer.inspection.compiler_caches import cache_folders, cached_kernels
+from moe_optimizer.launcher.compile_caches import compiler_versions
+from moe_optimizer.launcher.warm_up import WarmUpResult
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.resources import cache_dir
+
+_ADDRESS = ("--host", "--port", "--uds", "--api-key", "--served-model-name", "--shutdown-timeout", "--middleware")
+"""Arguments of a server that no kernel depends on."""
+_COMPILERS = ("VLLM_", "TORCH", "TRITON_", "DG_", "FLASHINFER_", "CUDA_")
+"""How variables begin that choose kernels, or say how and where they are compiled."""
+_MOST_BYTES = 16 << 20
+
+
+class WarmUpMemory:
+    """What an earlier start has left for one like it.
+
+    Args:
+        plan: of one server on this machine.
+        environ: of that server.
+        requests: names of all requests of its warm-up.
+    """
+
+    def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
+        self._caches = cache_folders(environ)
+        # Without what is said about it: the address of a server, reasons and warnings.
+        like = plan.replace(
+            serve_args=plan.serve_args.without(*_ADDRESS), plain_args=plan.plain_args.without(*_ADDRESS), warnings=()
+        )
+        variables = sorted((name, value) for name, value in environ.items() if name.startswith(_COMPILERS))
+        key = [__version__, compiler_versions(plan), like.to_json(indent=None), variables, list(requests)]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        self._path = cache_dir(os.environ) / "start_up" / f"{name}.warm.json"
+
+    def known(self) -> frozenset[str] | None:
+        """Return the names of the requests for which kernels were needed; None where nothing is known of an earlier
+        start, or kernels are gone that it has left.
+        """
+        try:
+            kept = read_json(self._path, max_bytes=_MOST_BYTES)
+            needed, kernels = frozenset(map(str, kept["needed"])), set(kept["kernels"])
+        except (InputError, KeyError, TypeError):
+            return None
+        return needed if kernels.issubset(cached_kernels(self._caches)) else None
+
+    def keep(self, result: WarmUpResult) -> None:
+        """Note how a warm-up ended; of one that did not settle nothing is known."""
+        with contextlib.suppress(OSError):
+            if result.settled:
+                kept = {"needed": sorted(result.needed), "kernels": sorted(cached_kernels(self._caches))}
+                write_atomically(self._path, json.dumps(kept))
+            else:
+                self._path.unlink(missing_ok=True)
