@@ -1,11 +1,12 @@
-"""Measures the time to ready of a plan and of vLLM alone, in turns: the first start of each with empty caches.
+"""Measures the time to ready of a plan and of vLLM alone, in turns, and the first minutes after it.
 
     python benchmarks/serving/bench_starts.py --model DIR --out FILE [--profile balanced] [--enable-fp8] [--turns 2]
-        [--sides vllm,ours] [--total-s 500] [-- further vllm serve arguments]
+        [--sides vllm,ours] [--total-s 500] [--load-s 300 --clients 16] [-- further vllm serve arguments]
 
 Give the run empty caches (XDG_CACHE_HOME, VLLM_CACHE_ROOT, TRITON_CACHE_DIR), or its first starts are no first starts.
 Both sides share them, as they do for a user. vLLM alone is ready when /health answers: it has no warm-up and no checks.
-Ours is ready after both, when `serve` says so. The record is written after each start.
+Ours is ready after both, when `serve` says so. With --load-s each is loaded from then on (first_minutes.py): 300 for
+the first five minutes. The record is written after each start.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.serving.first_minutes import first_minutes  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
 from moe_optimizer import env  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
@@ -34,6 +36,7 @@ from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.process_environment import changed_environment  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
+from moe_optimizer.proof.record import PROOF_PAUSE_S, read_proofs  # noqa: E402
 
 SIDES = ("vllm", "ours")
 _OURS = ("flash_dmoe", "expert_load", "expert_placement")
@@ -55,6 +58,8 @@ def main() -> int:
         "--sides", default=",".join(SIDES), help="default: both; of one alone, each on a GPU of its own"
     )
     parser.add_argument("--turns", type=int, default=2, help="starts of each side (default: 2)")
+    parser.add_argument("--load-s", type=float, default=0, help="load each for so long from when it is ready")
+    parser.add_argument("--clients", type=int, default=16, help="of that load (default: 16)")
     parser.add_argument("--total-s", type=float, default=500, help="for all; what does not fit is left out")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
@@ -62,6 +67,7 @@ def main() -> int:
     if not set(sides) <= set(SIDES):
         parser.error(f"--sides: got {options.sides}, expected some of {', '.join(SIDES)}")
     end = time.monotonic() + options.total_s
+    found: dict[str, Any]
     record: dict[str, Any] = {
         **head("time to ready of vLLM alone and of ours, in turns with shared caches, empty at first", options.commit),
         "environment": gpu_environment(),
@@ -69,11 +75,14 @@ def main() -> int:
     }
     for turn in range(options.turns):
         for side in sides:
-            left = end - time.monotonic()
-            found = started(side, plan_of(side, options, vllm_args), left - 10) if left > LEAST_S else {"ready_s": None}
+            left = end - time.monotonic() - options.load_s
+            found = {"ready_s": None}
+            if left > LEAST_S:
+                found = started(side, plan_of(side, options, vllm_args), options, left)
             record["starts"].append({"side": side, "turn": turn, **found})
             write_atomically(options.out, json.dumps(record, indent=1) + "\n")
-            print(record["starts"][-1], flush=True)
+            print({name: value for name, value in record["starts"][-1].items() if name != "load"}, flush=True)
+            print(*found.get("load", {}).get("stretches", ()), sep="\n", flush=True)
     return 0
 
 
@@ -92,8 +101,8 @@ def plan_of(side: str, options: Any, vllm_args: list[str]) -> Plan:
     )
 
 
-def started(side: str, plan: Plan, ready_timeout_s: float) -> dict[str, Any]:
-    """Start and stop one side; return its time to ready, where that went, and what compiled afterwards."""
+def started(side: str, plan: Plan, options: Any, left_s: float) -> dict[str, Any]:
+    """Start one side, load it if asked to, and stop it; return its time to ready, where that went, what compiled."""
     alone = side == "vllm"
     begin = time.monotonic()
     with (
@@ -102,17 +111,23 @@ def started(side: str, plan: Plan, ready_timeout_s: float) -> dict[str, Any]:
         running(
             plan,
             run_dir=Path(folder),
-            ready_timeout_s=ready_timeout_s,
+            ready_timeout_s=left_s - 10,
             warm_up_s=0.0 if alone else WARM_UP_S,
             decode_check_s=0.0 if alone else DECODE_CHECK_S,
         ) as info,
     ):
-        return {
-            "ready_s": round(time.monotonic() - begin, 2),
+        found: dict[str, Any] = {"ready_s": round(time.monotonic() - begin, 2), "warm_up": info.warm_up}
+        if options.load_s:
+            vocabulary = plan.model.vocab_size
+            found["load"] = first_minutes(
+                info.base_url, info.model, vocabulary, clients=options.clients, seconds=options.load_s
+            )
+            time.sleep(PROOF_PAUSE_S)
+        return found | {
             "phases_s": dict(info.phases_s),
             "serve_args": list(plan.serve_args.words),
             "ran": [row.pass_name for row in info.rows if row.ran.startswith("yes")],
-            "compilations": [asdict(each.compilations) for each in info.proofs if each.compilations],
+            "compilations": [asdict(each.compilations) for each in read_proofs(info.run_dir) if each.compilations],
             "compiled": _COMPILED.findall(info.log_path.read_text(errors="replace")),
         }
 

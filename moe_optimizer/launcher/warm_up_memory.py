@@ -7,6 +7,7 @@ requests need was needed by one of these before, and is in the process again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -39,9 +40,12 @@ class WarmUpMemory:
 
     def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
         self._caches = cache_folders(environ)
-        # Without what is said about it: the address of a server, reasons and warnings.
+        # Without its address, and without warnings of the moment.
         like = plan.replace(
-            serve_args=plan.serve_args.without(*_ADDRESS), plain_args=plan.plain_args.without(*_ADDRESS), warnings=()
+            serve_args=plan.serve_args.without(*_ADDRESS),
+            plain_args=plan.plain_args.without(*_ADDRESS),
+            hardware=dataclasses.replace(plan.hardware, warnings=()),
+            warnings=(),
         )
         variables = sorted((name, value) for name, value in environ.items() if name.startswith(_COMPILERS))
         key = [__version__, compiler_versions(plan), like.to_json(indent=None), variables, list(requests)]
