@@ -14,7 +14,7 @@ from moe_optimizer.launcher.warm_up_requests import Shapes, groups_for
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import read_compilations
+from moe_optimizer.proof.record import read_proofs
 
 
 def warm_up_deployment(
@@ -85,9 +85,9 @@ def needed_kernels(deployment: Deployment) -> Kernels:
     compiled = loaded = 0
     for server in deployment.servers:
         try:
-            counts = read_compilations(server.folder.path)
+            counts = [proof.compilations for proof in read_proofs(server.folder.path)]
         except InputError:
             continue
-        compiled += sum(each.before_ready + each.after_ready for each in counts)
-        loaded += sum(each.loaded for each in counts)
+        compiled += sum(each.before_ready + each.after_ready for each in counts if each is not None)
+        loaded += sum(each.loaded for each in counts if each is not None)
     return Kernels(compiled, loaded)

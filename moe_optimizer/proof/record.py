@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -270,35 +270,13 @@ def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
     folder = run_dir / PROOF_DIR
     if not folder.is_dir():
         return ()
-    proofs = [
-        decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION)
-        for path, text in _texts(folder)
-    ]
-    return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
-
-
-def read_compilations(run_dir: Path) -> list[CompilationProof]:
-    """Return what the workers of the proofs under `run_dir` have compiled, and read nothing else of them: they are
-    asked after each request of a warm-up.
-
-    Raises:
-        InputError: a file is not a proof of this schema.
-    """
-    counts = []
-    for path, text in _texts(run_dir / PROOF_DIR):
-        try:
-            found = json.loads(text).get("compilations")
-            counts += [] if found is None else [CompilationProof(**found | {"last": ()})]
-        except (ValueError, AttributeError, TypeError) as error:
-            raise InputError(f"{path}: not a proof: {error}") from None
-    return counts
-
-
-def _texts(folder: Path) -> Iterator[tuple[Path, str]]:
+    proofs = []
     for path in folder.glob("*.json"):
         try:
-            yield path, read_bytes(path, max_bytes=_MAX_PROOF_BYTES).decode(errors="replace")
+            text = read_bytes(path, max_bytes=_MAX_PROOF_BYTES).decode(errors="replace")
         except InputError:
             if path.exists():
                 raise
-            # The next server of this folder has removed it meanwhile.
+            continue  # the next server of this folder has removed it meanwhile
+        proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
+    return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
