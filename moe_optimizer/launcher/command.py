@@ -18,7 +18,6 @@ from moe_optimizer.plan.serve_args import ServeArguments
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
 _SUPERVISED = ("-m", supervised.__name__)
-_DRAINING = "moe_optimizer.vllm_plugin.draining.RefuseWhileDraining"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _NOT_FORKED = ("--numa-bind", "--mm-tensor-ipc")
@@ -35,7 +34,7 @@ def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
         start = python_command(*_SUPERVISED, "vllm.entrypoints.cli.main", "serve", plan.model.path)
     else:
         start = python_command(*_SUPERVISED, "vllm.entrypoints.openai.api_server", "--model", plan.model.path)
-    draining = () if env.read_environment().disabled else ("--middleware", _DRAINING)
+    draining = () if env.read_environment().disabled else ("--middleware", supervised.MIDDLEWARE)
     return [*start, *draining, *serve_args.words]
 
 

@@ -6,6 +6,7 @@ server: vLLM itself answers them with 500, and /health with 200, until the reque
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ class RefuseWhileDraining:
     """Answers 503 with Retry-After once the launcher has marked the run folder; requests before that go on."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        # Its imports are over (see `supervised`).
+        gc.enable()
         self._app = app
         plan = os.environ.get(env.PLAN)
         logging.getLogger("uvicorn.access").addFilter(_is_not_a_heartbeat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,12 @@ def test_the_launchers_own_questions_are_not_in_the_log(tmp_path: Path, monkeypa
         for path in ("/metrics?heartbeat&name[]=x", "/metrics")
     )
     assert (bool(refused), bool(logged)) == (False, True)
+
+
+def test_from_when_it_serves_garbage_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.disable()
+    try:
+        answer(tmp_path, "/health", monkeypatch)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
