@@ -1,45 +1,29 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors on a GPU: their integers by our CUDA kernels, in graphs, beside the
 same weights in BF16 by vLLM's own kernel.
-
-All servers start at the same time: five of this model take hardly longer than one.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from moe_optimizer.errors import MoeOptimizerError
-from moe_optimizer.launcher.supervisor import Supervisor
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.proof.record import Proof, read_proofs
+from moe_optimizer.plan.plan import Plan
+from tests.gpu.at_once import Seen, asked_at_once
 from tests.gpu.plans import gpu_plan
 from tests.int4_checkpoint import Form, write_int4
 from tests.vllm.answers import assert_same_up_to_a_tie
-from tests.vllm.conftest import Answer, ask
 
 pytestmark = pytest.mark.gpu
 
 GROUP, EXPERTS, LAYERS, WEIGHTS = 64, 16, 4, 3 * 128 * 128
 ARGUMENTS = ("--no-enable-prefix-caching", "--logprobs-mode", "raw_logits")
 CAPTURE = ("--cudagraph-capture-sizes", "1", "2", "4", "8", "16")
-READY_TIMEOUT_S = 400.0
 # vLLM reads no other GPTQ than the symmetric kind.
 ZERO_POINTS: dict[Form, bool] = {"gptq": False, "awq": True, "compressed-tensors": True}
 Key = tuple[Form, bool]
 """How a server's checkpoint stores its experts, and whether they have zero points."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one of the servers answered and left; or why it did not start."""
-
-    answers: tuple[Answer, ...] = ()
-    proofs: tuple[Proof, ...] = ()
-    error: Exception | None = None
 
 
 @pytest.fixture(scope="module")
@@ -47,50 +31,25 @@ def servers(hopper: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Key,
     """Ask a server of each form, and one of each kind of weights in BF16."""
     folder = tmp_path_factory.mktemp("int4")
     keys: list[Key] = [*ZERO_POINTS.items(), ("dequantized", False), ("dequantized", True)]
-    seen: dict[Key, Seen] = {}
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        runs = {key: supervisor(folder, *key) for key in keys}
-        for run in runs.values():
-            stack.enter_context(run.started())
-        for key, run in runs.items():
-            try:
-                seen[key] = Seen(ask(run.wait_until_ready(READY_TIMEOUT_S).base_url))
-            except (MoeOptimizerError, OSError) as error:
-                seen[key] = Seen(error=error)
-        for run in runs.values():
-            run.ask_to_stop()
-    # Proofs are written a last time when a server ends: with what the requests ran.
-    return {key: Seen(each.answers, read_proofs(run_dir(folder, *key)), each.error) for key, each in seen.items()}
+    return asked_at_once({key: plan_of(folder, *key) for key in keys}, folder)
 
 
-def supervisor(folder: Path, form: Form, zero_points: bool) -> Supervisor:
-    """Return the start of one server; vLLM's own kernel needs no graphs to say what the weights give."""
+def plan_of(folder: Path, form: Form, zero_points: bool) -> Plan:
+    """Return the plan of one server; vLLM's own kernel needs no graphs to say what the weights give."""
     ours = form != "dequantized"
-    model = write_int4(folder / f"{form}-{zero_points}", form, group=GROUP, zero_points=zero_points)
-    plan = gpu_plan(
-        *ARGUMENTS, *(CAPTURE if ours else ("--enforce-eager",)), model=model,
+    return gpu_plan(
+        *ARGUMENTS, *(CAPTURE if ours else ("--enforce-eager",)),
+        model=write_int4(folder / f"{form}-{zero_points}", form, group=GROUP, zero_points=zero_points),
         wishes={"flash_dmoe": (Wish.ON if ours else Wish.OFF, "test")},
         required=frozenset({"flash_dmoe"} if ours else ()), max_model_len=520, batch_size=16,
     )  # fmt: skip
-    return Supervisor(plan, run_dir(folder, form, zero_points))
-
-
-def run_dir(folder: Path, form: Form, zero_points: bool) -> Path:
-    return folder / f"run-{form}-{zero_points}"
-
-
-def answered(seen: Seen) -> tuple[Answer, ...]:
-    if seen.error is not None:
-        raise seen.error
-    return seen.answers
 
 
 @pytest.mark.parametrize("form", ZERO_POINTS)
 def test_our_kernels_read_the_integers_of_the_checkpoint(form: Form, servers: dict[Key, Seen]) -> None:
     zero_points = ZERO_POINTS[form]
     wanted, got = servers["dequantized", zero_points], servers[form, zero_points]
-    for want, answer in zip(answered(wanted), answered(got), strict=True):
+    for want, answer in zip(wanted.answered(), got.answered(), strict=True):
         assert_same_up_to_a_tie(want, answer, spacings=2)
     entry = next(each.passes["flash_dmoe"] for each in got.proofs if each.passes["flash_dmoe"].layers)
     assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
