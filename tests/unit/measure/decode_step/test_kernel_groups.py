@@ -23,6 +23,7 @@ from moe_optimizer.measure.decode_step.kernel_groups import GROUPS, group_of
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrices"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("triton_red_fused_fused_add_rms_norm_moe_forward_0", "norms"),
         ("triton_poi_fused_add_0", "compiled"),
         ("something_new", "other"),
     ],
