@@ -95,8 +95,8 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     """
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
     from moe_optimizer.inspection.expert_load import read_placement_load
-    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.inspection.hardware_probe import load_hardware, probe_hardware
+    from moe_optimizer.inspection.layer_sensitivity import read_sensitivity_file
     from moe_optimizer.inspection.model_inspector import ModelInspector
     from moe_optimizer.inspection.software import read_software
     from moe_optimizer.plan.decision import Wish
@@ -134,7 +134,8 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,
             expert_load=read_placement_load(section.load, section.load_check),
-            fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
+            fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity, "fp8"),
+            four_bit_sensitivity=read_sensitivity_file(profile.passes.four_bit.sensitivity, "four_bit"),
             activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
         )
     )

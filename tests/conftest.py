@@ -55,7 +55,7 @@ _ORDER = (
     "test_four_bit.py",
     "test_gpt_oss.py",
     _OTHERS,
-    "test_fp8_sensitivity.py",
+    "test_layer_sensitivity.py",
     "test_killed_launcher.py",
 )
 

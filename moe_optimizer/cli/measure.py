@@ -12,6 +12,7 @@ import typer
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.measuring_options import (
+    FourBitSensitivityOptions,
     MeasureSpeedsOptions,
     MeasureStepOptions,
     MeasureTextOptions,
@@ -20,6 +21,7 @@ from moe_optimizer.cli.measuring_options import (
 from moe_optimizer.cli.option_values import whole_numbers
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import InputError
+from moe_optimizer.specs.expert_formats import INT4_GROUPS, MXFP4, MXFP4_GROUP, int4_weights
 
 _DEFAULT_BUDGET_S = 60.0
 _DEFAULT_MAX_TOKENS = 4096
@@ -92,13 +94,29 @@ def fp8_sensitivity(options: SensitivityOptions) -> messages.Output:
     `fp8.sensitivity` of a profile names the file that it writes; the plan then keeps the layers that change more than
     the profile allows. Runs the model with our kernel, on vLLM's CPU build.
     """
-    found = _on_text("fp8_sensitivity", options, {"granularity": options.granularity})
+    return _sensitivity(options, f"fp8_{options.granularity}")
 
+
+@takes(FourBitSensitivityOptions)
+def four_bit_sensitivity(options: FourBitSensitivityOptions) -> messages.Output:
+    """Measure how much four bits change each layer's experts on a text.
+
+    `four_bit.sensitivity` of a profile names the file that it writes; the plan then keeps the layers that change more
+    than the profile allows. Runs the model with our kernel, on vLLM's CPU build.
+    """
+    if options.format == MXFP4:
+        if options.group not in (None, str(MXFP4_GROUP)):
+            raise InputError(f"--group {options.group}: mxfp4 has a scale per {MXFP4_GROUP} weights")
+        return _sensitivity(options, MXFP4)
+    return _sensitivity(options, int4_weights(int(options.group or INT4_GROUPS[0]), zero_points=False))
+
+
+def _sensitivity(options: MeasureTextOptions, weights: str) -> messages.Output:
     def render(found: Mapping[str, Any]) -> str:
         lines = [f"layer {layer:>3}  {error:.4f}" for layer, error in found["errors"].items()]
         return "\n".join([*lines, f"{found['tokens']} tokens; written to {options.output}"])
 
-    return messages.Output(result=found, render=render)
+    return messages.Output(result=_on_text("layer_sensitivity", options, {"weights": weights}), render=render)
 
 
 @takes(MeasureTextOptions)
@@ -154,4 +172,5 @@ app = typer.Typer(
 app.command("speeds")(speeds)
 app.command("step")(step)
 app.command("fp8-sensitivity")(fp8_sensitivity)
+app.command("four-bit-sensitivity")(four_bit_sensitivity)
 app.command("activation-norms")(activation_norms)

@@ -169,6 +169,18 @@ class SensitivityOptions(MeasureTextOptions):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FourBitSensitivityOptions(MeasureTextOptions):
+    """Options of `moe-optimizer measure four-bit-sensitivity`."""
+
+    format: str = choice(
+        "--format", "mxfp4|int4", "Of the experts.  [default: mxfp4]", ("mxfp4", "int4"), default="mxfp4"
+    )
+    group: str | None = choice(
+        "--group", "32|64|128", "Weights that share a scale, of int4.  [default: 32]", ("32", "64", "128")
+    )
+
+
 _HTML = "Write the report to this file, which needs no network."
 
 

@@ -135,7 +135,7 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
     """
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
     from moe_optimizer.inspection.draft_model import read_draft
-    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
+    from moe_optimizer.inspection.layer_sensitivity import read_sensitivity_file
     from moe_optimizer.inspection.model_inspector import ModelInspector
     from moe_optimizer.inspection.software import read_software
     from moe_optimizer.inspection.vllm_sources import check_knows
@@ -186,7 +186,8 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         draft=read_draft(profile.passes.speculation.model, origin=f"profile {profile.name}: passes.speculation.model"),
         expert_load=_read_expert_load(options, settings, profile),
         will_measure=settings["calibrate"] > 0 and not settings.disabled,
-        fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
+        fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity, "fp8"),
+        four_bit_sensitivity=read_sensitivity_file(profile.passes.four_bit.sensitivity, "four_bit"),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
     request, warnings = embedded.with_engine(request)

@@ -11,6 +11,7 @@ from moe_optimizer.plan.pass_params import FourBitParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import why_converted_already
 from moe_optimizer.plan_context.four_bits import four_bit_layers_kept, four_bit_stored_bits, why_not_in_four_bits
+from moe_optimizer.plan_context.layer_sensitivity import measured_on
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -60,33 +61,35 @@ class FourBit(OptimizationPass):
         """Convert the layers that the profile does not keep."""
         section, layers = ctx.profile.passes.four_bit, _excluded_layers(ctx)
         if set(ctx.model.moe_layers) <= set(layers):
-            return self.refused(ctx, "every layer stays as it is: keep_bf16_layers leaves none")
-        bits = four_bit_stored_bits(ctx)
+            return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
+        bits, given = four_bit_stored_bits(ctx), ctx.request.four_bit_sensitivity
+        # What was measured on text before is not measured once more while loading.
+        most = section.max_layer_error if given is None else None
         return self.decision(
             ctx,
             Status.ON,
             f"experts in {section.format.upper()}",
             f"four bits a weight and {_SCALE[section.format]} per {section.group}, converted layer by layer while "
             f"loading"
-            f"{_found_while_loading(ctx, section.max_layer_error, bits)}; the output changes, and {UNJUDGED}",
+            f"{_found_while_loading(ctx, most, bits)}; the output changes, and {UNJUDGED}",
             Applier.PLUGIN,
-            evidence=(_RECORDS[ctx.device],),
+            evidence=(_RECORDS[ctx.device], *measured_on(given, "four bits change")),
             gain=self.gain(ctx),
             params=FourBitParams(
                 weight_format=section.format,
                 group=section.group,
                 excluded_layers=layers,
-                max_layer_error=section.max_layer_error,
+                max_layer_error=most,
                 stored_expert_bits=bits,
             ),
         )
 
 
 def _excluded_layers(ctx: PlanContext) -> tuple[int, ...]:
-    """Return the decoder layers that the profile keeps as they are.
+    """Return the decoder layers that stay as they are.
 
     Raises:
-        InputError: the model has no such layer.
+        InputError: the model has no such layer, or the measurement is of something else.
     """
     layers = four_bit_layers_kept(ctx)
     if layers and max(layers) >= ctx.model.num_layers:

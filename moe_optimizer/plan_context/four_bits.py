@@ -7,7 +7,8 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import INT4_OP, why_not_for_converted_weights
-from moe_optimizer.specs.expert_formats import INT4, MXFP4, MXFP4_GROUP, four_bits
+from moe_optimizer.plan_context.layer_sensitivity import layers_over_budget
+from moe_optimizer.specs.expert_formats import INT4, MXFP4, MXFP4_GROUP, four_bits, int4_weights
 
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 
@@ -53,8 +54,19 @@ def will_be_in_four_bits(ctx: PlanContext) -> bool:
 
 
 def four_bit_layers_kept(ctx: PlanContext) -> tuple[int, ...]:
-    """Return the decoder layers whose experts the profile keeps as they are, in order."""
-    return tuple(sorted(int(part.removeprefix("layers.")) for part in ctx.profile.passes.four_bit.keep_bf16_layers))
+    """Return the decoder layers whose experts stay as they are, in order: those that the profile names, and those that
+    were measured to change by more than it allows.
+
+    Raises:
+        InputError: the measurement is of something else.
+    """
+    section = ctx.profile.passes.four_bit
+    named = {int(part.removeprefix("layers.")) for part in section.keep_bf16_layers}
+    weights = MXFP4 if section.format == MXFP4 else int4_weights(section.group, zero_points=False)
+    over = layers_over_budget(
+        ctx, ctx.request.four_bit_sensitivity, pass_name="four_bit", weights=weights, most=section.max_layer_error
+    )
+    return tuple(sorted(named | over))
 
 
 def four_bit_stored_bits(ctx: PlanContext) -> float:

@@ -12,8 +12,8 @@ from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.expert_load import PlacementLoad
-from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.layer_sensitivity import LayerSensitivityFile
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.software import SoftwareSpec
 
@@ -68,8 +68,10 @@ class PlanRequest:
     vllm_args: ServeArguments = NO_ARGUMENTS
     """The user's own arguments of `vllm serve`; they replace the planner's."""
     trust_remote_code: bool = False
-    fp8_sensitivity: Fp8SensitivityFile | None = None
+    fp8_sensitivity: LayerSensitivityFile | None = None
     """What FP8 changes in each layer, as measured; None: nothing was."""
+    four_bit_sensitivity: LayerSensitivityFile | None = None
+    """What four bits change in each layer, as measured; None: nothing was."""
     activation_norms: ActivationNormsFile | None = None
     """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
     draft: DraftSpec | None = None

@@ -189,7 +189,10 @@ class FourBitSection(PassSection):
     """Decoder layers whose experts stay in the checkpoint's dtype, as `layers.3`."""
     max_layer_error: float | None = Field(default=0.25, gt=0, le=1)
     """A layer stays in the checkpoint's dtype when four bits change its experts' output by more than this share on
-    synthetic tokens; null: no layer stays for that. Chosen: the bundled model's layers show 0.14 to 0.18."""
+    calibration tokens; null: no layer stays for that. Chosen: the bundled model's layers show 0.14 to 0.18."""
+    sensitivity: str | None = None
+    """File of that share for every layer, as measured on a text; null: each layer is measured on synthetic tokens
+    while it is loaded."""
 
 
 class Sparsity24Section(PassSection):

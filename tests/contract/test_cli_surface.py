@@ -77,6 +77,7 @@ MEASURE = {
     "speeds": COMMON | PLAN | {"--budget"},
     "step": COMMON | PLAN | {"--batches", "--context", "--steps", "--timeout"},
     "fp8-sensitivity": MEASURE_TEXT | {"--granularity"},
+    "four-bit-sensitivity": MEASURE_TEXT | {"--format", "--group"},
     "activation-norms": MEASURE_TEXT,
 }
 

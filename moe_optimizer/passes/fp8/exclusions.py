@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.layer_sensitivity import layers_over_budget
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section
@@ -50,20 +51,14 @@ def excluded_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
 
 def _over_budget(ctx: PlanContext) -> set[int]:
     """Return the layers whose measured change is larger than the profile allows."""
-    section, given = ctx.profile.passes.fp8, ctx.request.fp8_sensitivity
-    if given is None:
-        return set()
-    measured = given.measured
-    for what, found, wanted in (
-        ("model", measured.model, ctx.model.name.rstrip("/").rpartition("/")[2]),
-        ("granularity", measured.granularity, section.granularity),
-        ("layers", sorted(measured.errors), list(ctx.model.moe_layers)),
-    ):
-        if found != wanted:
-            raise InputError(f"fp8.sensitivity {given.path}: {what}: got {found}, expected {wanted}")
-    if section.max_layer_error is None:
-        return set()
-    return {layer for layer, error in measured.errors.items() if error > section.max_layer_error}
+    section = ctx.profile.passes.fp8
+    return layers_over_budget(
+        ctx,
+        ctx.request.fp8_sensitivity,
+        pass_name="fp8",
+        weights=f"fp8_{section.granularity}",
+        most=section.max_layer_error,
+    )
 
 
 def max_error_while_loading(ctx: PlanContext) -> float | None:
@@ -102,16 +97,6 @@ def stored_bits(
     staying = sum(params * share for params, share in shares) / total if total else 0.0
     linear_bits = whole * staying + 8 * (1 - staying)
     return expert_bits if experts else None, linear_bits if linears else None
-
-
-def measured_on(ctx: PlanContext) -> tuple[str, ...]:
-    """Return the evidence that a measurement of the layers is."""
-    given = ctx.request.fp8_sensitivity
-    if given is None:
-        return ()
-    errors = given.measured.errors.values()
-    span = f"{min(errors):.3f} to {max(errors):.3f}"
-    return (f"{given.path}: FP8 changes the layers' outputs by {span} on {given.measured.tokens} tokens",)
 
 
 def ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:

@@ -15,7 +15,6 @@ from moe_optimizer.passes.fp8.exclusions import (
     excluded_parts,
     ignored_modules,
     max_error_while_loading,
-    measured_on,
     stored_bits,
 )
 from moe_optimizer.passes.fp8.scale_rounding import WHY, exact_scales
@@ -27,6 +26,7 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
 from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
 from moe_optimizer.plan_context.four_bits import four_bit_stored_bits, will_be_in_four_bits
+from moe_optimizer.plan_context.layer_sensitivity import measured_on
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 if TYPE_CHECKING:
@@ -179,7 +179,12 @@ class Fp8(OptimizationPass):
             f"{_found_while_loading(ctx, layers)}{f'; {WHY}' if env else ''}; {_CHANGES}",
             # vLLM converts on GPUs; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
-            evidence=(*records, *_unconverted_does_not_fit(ctx), f"quantizer: {quantizer}", *measured_on(ctx)),
+            evidence=(
+                *records,
+                *_unconverted_does_not_fit(ctx),
+                f"quantizer: {quantizer}",
+                *measured_on(ctx.request.fp8_sensitivity, "FP8 changes"),
+            ),
             rejected={**rejected, **excluded_parts(ctx)},
             gain=self.gain(ctx),
             env=env,

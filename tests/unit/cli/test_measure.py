@@ -15,7 +15,7 @@ from moe_optimizer.measure import process
 from moe_optimizer.measure.kernel_speeds import tables
 
 TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
-ON_TEXT = pytest.mark.parametrize("command", ["fp8-sensitivity", "activation-norms"])
+ON_TEXT = pytest.mark.parametrize("command", ["fp8-sensitivity", "four-bit-sensitivity", "activation-norms"])
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_process_is_asked_for_the_model_under_the_name_that_a_plan_gives_it(
     output = str(tmp_path / "file")
     assert main(["measure", command, ".", "--text", str(text), "--output", output]) == ExitCode.OK
     ((module, request),) = asked
-    assert module == f"moe_optimizer.measure.{command.replace('-', '_')}"
+    assert module.rpartition(".")[2] == ("layer_sensitivity" if "sensitivity" in command else "activation_norms")
     assert (request["name"], request["max_tokens"], request["output"]) == ("tiny-moe", 4096, output)
     assert re.search(rf"9 tokens.* {re.escape(str(output))}\n$", capsys.readouterr().out)
 
@@ -101,8 +101,34 @@ def test_the_granularity_is_one_of_two(
     assert main([*arguments, "--granularity", "row"]) == ExitCode.BAD_INPUT
     assert "block, channel" in capsys.readouterr().err
     assert main([*arguments, "--granularity", "channel", "--json"]) == ExitCode.OK
-    assert asked[0][1]["granularity"] == "channel"
+    assert asked[0][1]["weights"] == "fp8_channel"
     assert json.loads(capsys.readouterr().out)["tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ((), "mxfp4"),
+        (("--format", "mxfp4", "--group", "32"), "mxfp4"),
+        (("--format", "int4"), "int4_g32"),
+        (("--format", "int4", "--group", "128"), "int4_g128"),
+    ],
+)
+def test_four_bits_are_measured_in_the_format_and_groups_of_the_profile(
+    options: tuple[str, ...], weights: str, text: Path, tmp_path: Path, asked: list[Any]
+) -> None:
+    command = ["measure", "four-bit-sensitivity", str(TINY_MOE), "--text", str(text), "--output", str(tmp_path / "f")]
+    assert main([*command, *options]) == ExitCode.OK
+    assert asked[0][1]["weights"] == weights
+
+
+def test_mxfp4_has_no_other_groups(
+    text: Path, tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["measure", "four-bit-sensitivity", str(TINY_MOE), "--text", str(text), "--output", str(tmp_path / "f")]
+    assert main([*command, "--group", "64"]) == ExitCode.BAD_INPUT
+    assert "--group 64" in capsys.readouterr().err
+    assert asked == []
 
 
 def test_a_subcommand_that_is_mistyped_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The folder in which a text is run through a model; the whole of it runs in tests/vllm/test_fp8_sensitivity.py."""
+"""The folder in which a text is run through a model; the whole of it runs in tests/vllm/test_layer_sensitivity.py."""
 
 from __future__ import annotations
 

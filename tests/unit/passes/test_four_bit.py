@@ -20,6 +20,7 @@ from moe_optimizer.specs.kernel_speeds import (
     TokenSpeeds,
     kernel_for,
 )
+from moe_optimizer.specs.layer_sensitivity import LayerSensitivity, LayerSensitivityFile
 from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import (
     context,
@@ -36,6 +37,7 @@ from tests.builders import (
 )
 
 ON = {"four_bit": (Wish.ON, "flag --enable-four-bit")}
+MEASURED = {0: 0.14, 1: 0.3, 2: 0.2, 3: 0.26}
 PLAIN_FP8 = {"fp8": (Wish.OFF, "flag --disable-fp8")}
 
 
@@ -106,6 +108,44 @@ def test_with_every_layer_kept_nothing_is_left_to_do():
     decision = decided(profile=with_section(keep_bf16_layers=[f"layers.{layer}" for layer in range(4)]))
     assert decision.status is Status.REFUSED
     assert "keep_bf16_layers" in decision.reason
+
+
+def sensitivity(weights: Any = "mxfp4", *, model: str = "tiny-moe", errors: Any = MEASURED) -> LayerSensitivityFile:
+    measured = LayerSensitivity(model=model, weights=weights, tokens=4096, errors=errors)
+    return LayerSensitivityFile(path="s.json", measured=measured)
+
+
+def test_layers_that_were_measured_over_the_budget_stay_and_are_counted_as_such():
+    decision = decided(four_bit_sensitivity=sensitivity())
+    params = decision.params_as(FourBitParams)
+    assert params.excluded_layers == (1, 3)
+    assert params.max_layer_error is None  # decided here, not once more while loading
+    assert params.stored_expert_bits == pytest.approx((16 + 4.25) / 2)
+    assert "memory plan" not in decision.reason
+    assert any(each.startswith("s.json") and "0.140 to 0.300" in each for each in decision.evidence)
+
+
+def test_measured_and_named_layers_stay_together():
+    profile = with_section(keep_bf16_layers=["layers.0"], max_layer_error=0.28)
+    decision = decided(profile=profile, four_bit_sensitivity=sensitivity())
+    assert decision.params_as(FourBitParams).excluded_layers == (0, 1)
+    profile = with_section(format="int4", group=64, max_layer_error=None)
+    decision = decided(profile=profile, four_bit_sensitivity=sensitivity("int4_g64"))
+    assert decision.params_as(FourBitParams).excluded_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (sensitivity(model="other"), "s.json: model: got other"),
+        (sensitivity("int4_g32"), "weights: got int4_g32, expected mxfp4"),
+        (sensitivity(errors={0: 0.1}), r"layers: got \[0\]"),
+    ],
+    ids=["model", "format", "layers"],
+)
+def test_a_measurement_of_something_else_is_an_error(given: LayerSensitivityFile, message: str):
+    with pytest.raises(InputError, match=message):
+        decided(four_bit_sensitivity=given)
 
 
 def test_auto_does_not_convert():

@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError, Unsupporte
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity, Fp8SensitivityFile
+from moe_optimizer.specs.layer_sensitivity import LayerSensitivity, LayerSensitivityFile
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
@@ -93,9 +93,9 @@ def test_a_layer_that_the_model_does_not_have_is_an_error():
         on_cpu(settings={"keep_bf16_layers": ["layers.4"]})
 
 
-def sensitivity(errors: dict[int, float], **changes: Any) -> Fp8SensitivityFile:
-    fields: dict[str, Any] = {"model": "tiny-moe", "granularity": "block", "tokens": 4096, "errors": errors}
-    return Fp8SensitivityFile(path="s.json", measured=Fp8Sensitivity(**(fields | changes)))
+def sensitivity(errors: dict[int, float], **changes: Any) -> LayerSensitivityFile:
+    fields: dict[str, Any] = {"model": "tiny-moe", "weights": "fp8_block", "tokens": 4096, "errors": errors}
+    return LayerSensitivityFile(path="s.json", measured=LayerSensitivity(**(fields | changes)))
 
 
 MEASURED = {0: 0.02, 1: 0.09, 2: 0.03, 3: 0.081}
@@ -131,7 +131,7 @@ def test_on_gpus_measured_layers_are_left_out_of_vllms_conversion():
     ("changes", "errors", "message"),
     [
         ({"model": "other"}, MEASURED, "s.json: model: got other"),
-        ({"granularity": "channel"}, MEASURED, "granularity: got channel"),
+        ({"weights": "fp8_channel"}, MEASURED, "weights: got fp8_channel"),
         ({}, {0: 0.1}, "layers: got [0], expected [0, 1, 2, 3]"),
     ],
 )

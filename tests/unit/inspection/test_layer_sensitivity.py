@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
-from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity
+from moe_optimizer.inspection.layer_sensitivity import read_sensitivity_file
+from moe_optimizer.specs.layer_sensitivity import LayerSensitivity
 
-MEASURED = Fp8Sensitivity(model="m", granularity="block", tokens=100, errors={0: 0.021, 10: 0.5, 2: 0.0})
+MEASURED = LayerSensitivity(model="m", weights="mxfp4", tokens=100, errors={0: 0.021, 10: 0.5, 2: 0.0})
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -20,12 +20,12 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 def test_no_file_is_no_measurement() -> None:
-    assert read_sensitivity_file(None) is None
+    assert read_sensitivity_file(None, "four_bit") is None
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = str(written(tmp_path / "s.json"))
-    found = read_sensitivity_file(path)
+    found = read_sensitivity_file(path, "four_bit")
     assert found is not None
     assert (found.path, found.measured) == (path, MEASURED)
 
@@ -33,9 +33,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema_version: got 2, expected 1"),
+        ({"schema_version": 1}, "schema_version: got 1, expected 2"),
         ({"model": 3}, "model: got int 3"),
-        ({"granularity": "tensor"}, "granularity: got str"),
+        ({"weights": "fp8_tensor"}, "weights: got str"),
         ({"tokens": 0}, "tokens: got 0,"),
         ({"tokens": "many"}, "tokens: got str"),
         ({"errors": {}}, "errors: got no"),
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 )
 def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        read_sensitivity_file(str(written(tmp_path / "s.json", **changes)))
+        read_sensitivity_file(str(written(tmp_path / "s.json", **changes)), "four_bit")
     assert message in str(caught.value)
     assert "s.json" in str(caught.value)
 
@@ -58,16 +58,16 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], message
 def test_a_broken_file_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "s.json").write_bytes(content)
     with pytest.raises(InputError, match=r"s\.json"):
-        read_sensitivity_file(str(tmp_path / "s.json"))
+        read_sensitivity_file(str(tmp_path / "s.json"), "four_bit")
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
-        read_sensitivity_file(str(tmp_path / "s.json"))
+        read_sensitivity_file(str(tmp_path / "s.json"), "four_bit")
 
 
 def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(InputError, match=f"^passes.fp8.sensitivity: {path}:.*regular file"):
-            read_sensitivity_file(str(path))
+        with pytest.raises(InputError, match=f"^passes.four_bit.sensitivity: {path}:.*regular file"):
+            read_sensitivity_file(str(path), "four_bit")

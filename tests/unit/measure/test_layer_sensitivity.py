@@ -1,4 +1,4 @@
-"""Comparing a layer with its FP8 copy, call by call; the whole of it runs in tests/vllm/test_fp8_sensitivity.py."""
+"""Comparing a layer with its converted copy, call by call; the whole runs in tests/vllm/test_layer_sensitivity.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from moe_optimizer.measure.fp8_sensitivity import LayerErrors  # noqa: E402
+from moe_optimizer.measure.layer_sensitivity import LayerErrors  # noqa: E402
 from moe_optimizer.ops.fp8_quant import dequantize_fp8, quantize_fp8  # noqa: E402
+from moe_optimizer.ops.int4 import dequantize_int4, quantize_int4  # noqa: E402
+from moe_optimizer.ops.mxfp4 import dequantize_mxfp4, quantize_mxfp4  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -34,27 +36,33 @@ def computed(weights: KernelWeights, tokens: int = 16) -> ExpertsCall:
     return call
 
 
-def test_the_error_is_over_all_calls_of_a_layer() -> None:
-    errors, weights = LayerErrors("block"), layer()
+def through(weight: Any, to: str) -> Any:
+    """Return a weight as its conversion leaves it."""
+    if to == "mxfp4":
+        return dequantize_mxfp4(*quantize_mxfp4(weight))
+    if to == "int4_g32":
+        return dequantize_int4(quantize_int4(weight, 32))
+    return dequantize_fp8(*quantize_fp8(weight))
+
+
+@pytest.mark.parametrize("to", ["fp8_block", "mxfp4", "int4_g32"])
+def test_the_error_is_over_all_calls_of_a_layer(to: Any) -> None:
+    errors, weights = LayerErrors(to), layer()
     calls = [computed(weights), computed(weights, tokens=3)]
     for call in calls:
         errors.add(0, weights, call)
-    fp8 = KernelWeights(
-        format="plain",
-        w13=dequantize_fp8(*quantize_fp8(weights.w13)),
-        w2=dequantize_fp8(*quantize_fp8(weights.w2)),
-    )
+    changed = KernelWeights(format="plain", w13=through(weights.w13, to), w2=through(weights.w2, to))
     difference, size = 0.0, 0.0
     for call in calls:
         exact = call.out.clone()
-        WeightFormat().compute(fp8, call)
+        WeightFormat().compute(changed, call)
         difference += float((call.out - exact).square().sum())
         size += float(exact.square().sum())
     assert errors.by_layer()[0] == pytest.approx((difference / size) ** 0.5, rel=1e-3)
 
 
 def test_the_exact_output_goes_on() -> None:
-    errors, weights = LayerErrors("channel"), layer()
+    errors, weights = LayerErrors("int4_g32"), layer()
     call = computed(weights)
     before: Any = call.out.clone()
     errors.add(0, weights, call)
@@ -62,7 +70,7 @@ def test_the_exact_output_goes_on() -> None:
 
 
 def test_layers_are_kept_apart() -> None:
-    errors, one, other = LayerErrors("block"), layer(), layer()
+    errors, one, other = LayerErrors("fp8_block"), layer(), layer()
     for index, weights in ((7, one), (3, other)):
         errors.add(index, weights, computed(weights))
     found = errors.by_layer()
@@ -71,6 +79,6 @@ def test_layers_are_kept_apart() -> None:
 
 
 def test_an_output_of_zero_has_no_error() -> None:
-    errors, weights = LayerErrors("block"), layer(scale=0.0)
+    errors, weights = LayerErrors("fp8_block"), layer(scale=0.0)
     errors.add(0, weights, computed(weights))
     assert list(errors.by_layer().values()) == [0.0]

@@ -1,4 +1,4 @@
-"""Reads a file of measured FP8 sensitivities."""
+"""Reads a file of how much fewer bits change each layer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text
 from moe_optimizer.plan.json_codec import decode_text
-from moe_optimizer.specs.fp8_sensitivity import SCHEMA_VERSION, Fp8Sensitivity, Fp8SensitivityFile
+from moe_optimizer.specs.layer_sensitivity import SCHEMA_VERSION, LayerSensitivity, LayerSensitivityFile
 
-PROFILE_KEY = "passes.fp8.sensitivity"
 _MAX_FILE_BYTES = 1 << 20
 """Chosen: a hundred times what a model of 100 layers writes."""
 
 
-def read_sensitivity_file(path: str | None) -> Fp8SensitivityFile | None:
-    """Read the file that a profile names; None where it names none.
+def read_sensitivity_file(path: str | None, pass_name: str) -> LayerSensitivityFile | None:
+    """Read the file that a profile names for a pass; None where it names none.
 
     Raises:
         InputError: it cannot be read, or is no such measurement; the message begins with the profile's key.
@@ -24,7 +23,7 @@ def read_sensitivity_file(path: str | None) -> Fp8SensitivityFile | None:
         return None
     try:
         text = read_text(Path(path), max_bytes=_MAX_FILE_BYTES)
-        measured = decode_text(Fp8Sensitivity, text, origin=path, schema_version=SCHEMA_VERSION)
+        measured = decode_text(LayerSensitivity, text, origin=path, schema_version=SCHEMA_VERSION)
     except InputError as error:
-        raise error.named_by(PROFILE_KEY) from None
-    return Fp8SensitivityFile(path=path, measured=measured)
+        raise error.named_by(f"passes.{pass_name}.sensitivity") from None
+    return LayerSensitivityFile(path=path, measured=measured)
