@@ -1,6 +1,6 @@
 """`PackedBatch`: one step as tensors, for the model and its attention. Every process that computes it gets the same.
 
-Legend: T tokens, S sequences, D decodes, G decodes of a group, L longest context, N most blocks of a sequence.
+Legend: T tokens, S sequences, D decodes, L tokens of their longest context, N most blocks of a sequence.
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.upload import uploaded
-
-_MOST_PADDING = 1.25
-"""Chosen: a group costs some operations per layer, padding costs reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +29,6 @@ class Prefill:
     def length(self) -> int:
         """Tokens that its last one attends to."""
         return self.num_computed + self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decodes of similar length."""
-
-    rows_G: Tensor
-    """Their places in the step."""
-    block_tables_GN: Tensor
-    mask_G11L: Tensor
-    """True where a sequence has a token, up to the end of the group's last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +66,9 @@ class PackedBatch:
         return replace(self, token_ids_T=torch.where(ids_T < 0, sampled_S[(-1 - ids_T).clamp(min=0)], ids_T))
 
     @cached_property
-    def decode_groups(self) -> list[DecodeGroup]:
-        """The decodes by length: padded to the longest of a group, they read a quarter more than they have."""
-        order_D = self.context_lengths_S[: self.num_decodes].argsort()
-        num_blocks = [-(-length // self.block_size) for length in self.context_lengths_S[order_D].tolist()]
-        begins: list[int] = []
-        for place, number in enumerate(num_blocks):
-            if not begins or number > _MOST_PADDING * num_blocks[begins[-1]]:
-                begins.append(place)
-        return [
-            self._group(order_D[begin:end], num_blocks[end - 1]) for begin, end in pairwise([*begins, len(num_blocks)])
-        ]
-
-    def _group(self, rows_G: Tensor, num_blocks: int) -> DecodeGroup:
-        positions = torch.arange(num_blocks * self.block_size, device=rows_G.device)
-        mask = (positions < self.context_lengths_S[rows_G, None])[:, None, None, :]
-        return DecodeGroup(rows_G, self.block_tables_SN[rows_G, :num_blocks], mask)
+    def decode_contexts(self) -> tuple[Tensor, Tensor]:
+        """The decodes' blocks [D, N], as many as the longest has, and where each has a token [D, 1, 1, L]."""
+        lengths_D1 = self.context_lengths_S[: self.num_decodes, None]
+        num_blocks = -(-int(lengths_D1.max()) // self.block_size)
+        mask_DL = torch.arange(num_blocks * self.block_size, device=lengths_D1.device) < lengths_D1
+        return self.block_tables_SN[: self.num_decodes, :num_blocks], mask_DL[:, None, None]
