@@ -88,7 +88,7 @@ def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) 
     Raises:
         MoeOptimizerError: the model cannot be loaded, or the address or the folder cannot be used.
     """
-    from moe_optimizer.engine.server.serve import read_command_line
+    from moe_optimizer.cli.engine_server import read_command_line
     from moe_optimizer.engine.server.serve import serve as serve_engine
     from moe_optimizer.launcher.address import reserved, server_address
     from moe_optimizer.launcher.run_folder import RunFolder

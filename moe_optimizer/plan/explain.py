@@ -163,7 +163,7 @@ class _Page:
 
     def _commands(self, plan: Plan) -> Iterator[str]:
         if plan.engine == "embedded":
-            head = f"python -m moe_optimizer.engine.server --model {shlex.quote(plan.model.path)}"
+            head = f"python -m moe_optimizer.cli.engine_server --model {shlex.quote(plan.model.path)}"
             yield from self._command([head], plan.serve_args)
             return
         if plan.num_nodes > 1:

@@ -66,7 +66,7 @@ def test_an_embedded_plan_has_no_pass_on_and_shows_the_command_of_the_engine() -
     assert [decision.pass_name for decision in plan.decisions] == list(PASS_NAMES)
     assert not [decision for decision in plan.decisions if decision.status is Status.ON]
     text = render_plan(plan)
-    assert "moe_optimizer.engine.server --model" in text
+    assert "moe_optimizer.cli.engine_server --model" in text
     assert "--max-num-seqs 7" in text
     assert "vllm serve" not in text
     assert "vLLM's default" not in text
