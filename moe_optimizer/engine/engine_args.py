@@ -108,11 +108,7 @@ class EngineConfig:
 
     @classmethod
     def resolve(cls, args: EngineArgs, *, rank: int = 0) -> EngineConfig:
-        """Read the model's configuration and make every choice, for one of the processes that share the model.
-
-        Raises:
-            InputError: the model cannot be read, or arguments contradict each other or the model.
-        """
+        """Read the model's configuration and make every choice, for one of the processes that share the model."""
         from transformers import AutoConfig
 
         if args.load_format == "dummy":

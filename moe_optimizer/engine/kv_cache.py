@@ -56,9 +56,6 @@ def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks:
     """Return the size of the cache that the arguments and the memory allow.
 
     On a GPU a step needs `peak_bytes` beside weights and cache. Of several ranks the one with the least memory decides.
-
-    Raises:
-        DoesNotFitError: the longest sequence asked for does not fit.
     """
     args = config.args
     per_block = sum(layer.kv_cache_shape(1, args.block_size).numel() for layer in model.attention_layers())

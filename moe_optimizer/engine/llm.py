@@ -82,11 +82,7 @@ class LLM:
         return beam_search(self.llm_engine, generate, several(prompts), params)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers.
-
-        Raises:
-            InputError: the engine was made without one.
-        """
+        """Return the tokenizer of transformers."""
         if self.llm_engine.tokenizer is None:
             raise InputError("tokenizer: got none with skip_tokenizer_init=True, expected one")
         return self.llm_engine.tokenizer

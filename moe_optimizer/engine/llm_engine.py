@@ -38,9 +38,6 @@ class LLMEngine:
         executor: in place of a `ModelRunner` or a `ParallelExecutor`.
         scheduler: in place of a `Scheduler`, with its block manager.
         sampler: in place of a `TorchSampler`.
-
-    Raises:
-        MoeOptimizerError: the model cannot be loaded, or does not fit.
     """
 
     def __init__(

@@ -34,11 +34,7 @@ _SHARE_FOR_COPIES = 0.25
 
 
 class ModelRunner:
-    """The model, its KV cache and the sampler, on one device.
-
-    Raises:
-        MoeOptimizerError: the model cannot be loaded, or does not fit.
-    """
+    """The model, its KV cache and the sampler, on one device."""
 
     def __init__(self, config: EngineConfig, sampler: Sampler | None = None, ranks: Ranks = ALONE) -> None:
         self.config, self.block_size = config, config.args.block_size

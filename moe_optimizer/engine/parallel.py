@@ -33,12 +33,7 @@ _MAILBOX_BYTES = 64 << 20
 
 
 class ParallelExecutor(ModelRunner):
-    """Rank 0 here, the other ranks in processes that end with this one.
-
-    Raises:
-        MoeOptimizerError: the model cannot be loaded or divided, or does not fit.
-        ServerFailedError: a rank died.
-    """
+    """Rank 0 here, the other ranks in processes that end with this one."""
 
     def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
         size = config.args.tensor_parallel_size

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder.
-
-    Raises:
-        InputError: there is none, or a file beside it is no regular one.
-        UnsupportedError: it is not a fast one.
-    """
+    """Return transformers' tokenizer of a folder."""
     from transformers import AutoTokenizer
 
     # Transformers would wait for a writer if one of them were a pipe.
@@ -39,11 +34,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[int]:
-    """Return a conversation as the model's template writes it, by default up to where the answer begins.
-
-    Raises:
-        InputError: there is no template, or it refuses the messages or the options.
-    """
+    """Return a conversation as the model's template writes it, by default up to where the answer begins."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise InputError("messages: got a conversation, and the model has no chat template", hint="use completions")
     try:
@@ -66,10 +57,6 @@ def end_token_ids(config: PreTrainedConfig, folder: Path, tokenizer: Any | None)
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
-    """Return what generation_config.json says, {} without one.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return what generation_config.json says, {} without one."""
     path = folder / "generation_config.json"
     return read_json_object(path) if path.exists() else {}

@@ -24,11 +24,7 @@ _DUMMY_RANGE = 1e-2
 
 
 def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed: int = 0) -> None:
-    """Fill every parameter of the model.
-
-    Raises:
-        InputError: a tensor is missing, has another shape, or belongs nowhere; or a file cannot be read.
-    """
+    """Fill every parameter of the model; a tensor that is missing, left over or of another shape is an error."""
     if load_format == "dummy":
         generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
         for parameter in model.parameters():

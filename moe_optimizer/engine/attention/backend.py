@@ -40,11 +40,7 @@ class AttentionBackend(Protocol):
 
 
 def make_backend(name: BackendName, device: torch.device, block_size: int) -> AttentionBackend:
-    """Return the backend `name`; "auto" is the fastest that this device has, with a warning where one is missing.
-
-    Raises:
-        UnsupportedError: it was named, and cannot run here.
-    """
+    """Return the backend `name`; "auto" is the fastest that this device has, with a warning where one is missing."""
     if name == "sdpa_padded":
         return PaddedSdpaAttention()
     if name == "paged" or (name == "auto" and device.type == "cpu"):

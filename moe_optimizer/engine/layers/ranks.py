@@ -19,11 +19,7 @@ class Ranks:
     """Whole experts on each rank instead of a slice of each."""
 
     def share(self, count: int, what: str) -> int:
-        """Return this rank's part of `count`.
-
-        Raises:
-            UnsupportedError: it does not divide.
-        """
+        """Return this rank's part of `count`, which has to divide."""
         if count % self.size:
             raise UnsupportedError(f"tensor_parallel_size: got {self.size}, expected a divisor of the {count} {what}")
         return count // self.size

@@ -18,11 +18,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cosines and sines, computed in float32 and cast to the model's dtype.
-
-    Raises:
-        UnsupportedError: the configuration asks for a kind that is none of default, linear, llama3 and yarn.
-    """
+    """Tables of cosines and sines, computed in float32 and cast to the model's dtype."""
 
     cos_Ld: Tensor
     sin_Ld: Tensor

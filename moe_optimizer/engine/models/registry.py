@@ -26,11 +26,7 @@ _SETTINGS = {"sliding_window": None, "hidden_act": "silu", "quantization_config"
 
 
 def model_class(config: PreTrainedConfig) -> type[CausalLM]:
-    """Return the class for a configuration.
-
-    Raises:
-        UnsupportedError: no family has its `model_type`, or a setting of it is not implemented.
-    """
+    """Return the class for a configuration."""
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
             f"config.json: model_type: got {config.model_type!r}, expected one of {', '.join(FAMILIES)}",

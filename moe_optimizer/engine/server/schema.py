@@ -52,11 +52,7 @@ class ApiRequest(BaseModel):
         return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
 
     def _sampling_params(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
-        """Return the parameters; what the request leaves open is as in `defaults`.
-
-        Raises:
-            InputError: a value is outside its range, or there is no parameter of a name.
-        """
+        """Return the parameters; what the request leaves open is as in `defaults`."""
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
         fields: dict[str, Any] = {**recommended, **(self.model_extra or {}), **values, "output_kind": kind}
