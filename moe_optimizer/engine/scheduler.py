@@ -1,6 +1,5 @@
 """`Scheduler`: which sequences the next step computes, and how many tokens of each."""
 
-import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -36,8 +35,9 @@ class Scheduler:
     """Move a preempted sequence to host memory while there is room, instead of computing it again."""
     running: list[Sequence] = field(default_factory=list)
     """In the order they are served."""
+    waiting: list[Sequence] = field(default_factory=list)
+    """For a seat, here or in host memory, in the same order."""
     num_preemptions: int = 0
-    _waiting: list[tuple[tuple[int, int, int], Sequence]] = field(default_factory=list)
     _prefilling: list[Sequence] = field(default_factory=list)
     """Running sequences with a prompt to compute; all others have one token."""
 
@@ -48,20 +48,16 @@ class Scheduler:
 
     def add(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
         sequence.status = status
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and its blocks back."""
-        if sequence.status is Status.RUNNING:
-            self.running.pop(bisect_left(self.running, sequence.order, key=_order))
-        # One that waits stays in the heap and is dropped when its turn comes.
+        for queue in (self.running, self.waiting):
+            place = bisect_left(queue, sequence.order, key=_order)
+            if queue[place : place + 1] == [sequence]:
+                del queue[place]
         sequence.status = Status.FINISHED
         self.blocks.free(sequence)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a seat, here or in host memory."""
-        return sum(sequence.status is not Status.FINISHED for _, sequence in self._waiting)
 
     # One step
 
@@ -101,11 +97,11 @@ class Scheduler:
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Run another sample of a prompt that `parent` has computed; without a seat it waits like a new one."""
-        if len(self.running) >= self.max_num_seqs:
+        if len(self.running) < self.max_num_seqs:
+            self.blocks.fork(parent, child)
+            self._run(child)
+        else:
             self.add(child)
-            return
-        self.blocks.fork(parent, child)
-        self._run(child)
 
     def _schedule_decodes(self, step: SchedulerOutput) -> list[Sequence]:
         """Schedule every running sequence with one token to compute; return the others."""
@@ -126,9 +122,7 @@ class Scheduler:
     def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
         while not self.blocks.make_room(sequence, 1):
-            victim = self.running[-1]
-            self._preempt(step, victim)
-            if victim is sequence:
+            if self._preempt_last(step) is sequence:
                 return
 
     def _schedule_chunk(self, step: SchedulerOutput, sequence: Sequence, budget: int) -> int:
@@ -140,23 +134,22 @@ class Scheduler:
 
     def _admit(self, step: SchedulerOutput, budget: int) -> None:
         """Let sequences in, in their order, while there are seats, blocks and budget."""
-        while budget > 0 and len(self.running) < self.max_num_seqs and (waiting := self._next_waiting()):
-            if waiting.status is Status.SWAPPED:
-                if not self.blocks.swap_in(waiting):
+        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+            first = self.waiting[0]
+            if first.status is Status.SWAPPED:
+                if not self.blocks.swap_in(first):
                     return
-                self._run(heapq.heappop(self._waiting)[1])
+                self._run(self.waiting.pop(0))
                 continue
-            if not self._take_blocks(waiting):
+            if not self._take_blocks(first):
                 return
-            count = waiting.num_tokens - waiting.num_computed_tokens
-            if count > budget and not self.chunked_prefill:
-                self.blocks.free(waiting)
+            if first.num_tokens - first.num_computed_tokens > budget and not self.chunked_prefill:
+                self.blocks.free(first)
                 return
-            heapq.heappop(self._waiting)
-            self._run(waiting)
-            if waiting.num_output_tokens == 0 and waiting.index == 0:
-                waiting.group.num_cached_tokens = waiting.num_computed_tokens
-            budget -= self._schedule_chunk(step, waiting, budget)
+            self._run(self.waiting.pop(0))
+            if first.num_output_tokens == 0 and first.index == 0:
+                first.group.num_cached_tokens = first.num_computed_tokens
+            budget -= self._schedule_chunk(step, first, budget)
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, so that its prompt is not cut off half-way."""
@@ -174,18 +167,15 @@ class Scheduler:
 
     def _preempt_for_priority(self, step: SchedulerOutput) -> None:
         """Take the seats and blocks of less urgent sequences for a more urgent one that waits."""
-        urgent = self._next_waiting()
-        if urgent is None:
-            return
-        while self.running and self.running[-1].group.priority > urgent.group.priority:
-            needed = self.blocks.blocks_for(urgent.num_tokens) + self._num_reserved
+        while self.waiting and self.running and self.running[-1].group.priority > self.waiting[0].group.priority:
+            needed = self.blocks.blocks_for(self.waiting[0].num_tokens) + self._num_reserved
             if len(self.running) < self.max_num_seqs and needed <= self.blocks.num_available:
                 return
-            self._preempt(step, self.running[-1])
+            self._preempt_last(step)
 
-    def _preempt(self, step: SchedulerOutput, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence that the step does not compute."""
-        self.running.pop(bisect_left(self.running, sequence.order, key=_order))
+    def _preempt_last(self, step: SchedulerOutput) -> Sequence:
+        """Take seat and blocks of the running sequence that is served last; the step does not compute it."""
+        sequence = self.running.pop()
         step.preempted.append(sequence)
         self.num_preemptions += 1
         if self.swap and self.blocks.swap_out(sequence):
@@ -193,17 +183,13 @@ class Scheduler:
         else:
             self.blocks.free(sequence)
             self.add(sequence)
+        return sequence
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)
         if _has_prompt(sequence):
             self._prefilling.append(sequence)
-
-    def _next_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
 
 
 def _has_prompt(sequence: Sequence) -> bool:

@@ -23,7 +23,7 @@ class Metrics:
         scheduler, self._registry = engine.scheduler, CollectorRegistry()
         read = {
             "num_requests_running": lambda: len(scheduler.running),
-            "num_requests_waiting": lambda: scheduler.num_waiting,
+            "num_requests_waiting": lambda: len(scheduler.waiting),
             "kv_cache_usage_perc": lambda: 1 - scheduler.blocks.num_available / scheduler.blocks.num_blocks,
             "num_preemptions_total": lambda: scheduler.num_preemptions,
         }
