@@ -119,8 +119,12 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take back every block, on the device and in host memory."""
-        self._let_go(sequence)
-        sequence.num_computed_tokens = 0
+        self.publish(sequence)
+        # The end first: of a prompt that is used again, the beginning is worth most.
+        for block_id in reversed(sequence.block_table.block_ids):
+            self._release(block_id)
+        sequence.block_table.block_ids, sequence.block_table.contents = array("i"), []
+        sequence.num_computed_tokens = sequence.num_slots = 0
 
     # Swapping
 
@@ -134,13 +138,13 @@ class BlockManager:
         return needed <= self.num_available and self._move(sequence, to_host=False)
 
     def _move(self, sequence: Sequence, *, to_host: bool) -> bool:
-        table = sequence.block_table
+        table, num_computed = sequence.block_table, sequence.num_computed_tokens
         taken = array("i", [self._free_host.pop() if to_host else self._take() for _ in table.block_ids])
         self.copies.extend(zip(table.block_ids, taken, strict=True))
-        self._let_go(sequence)
+        self.free(sequence)
         for block_id in taken:
             self.blocks[block_id].ref_count = 1
-        table.block_ids = taken
+        table.block_ids, sequence.num_computed_tokens = taken, num_computed
         self._count_slots(sequence)
         return True
 
@@ -148,14 +152,6 @@ class BlockManager:
         # A longest sequence's last token needs none.
         slots = len(sequence.block_table.block_ids) * self.block_size
         sequence.num_slots = min(slots, sequence.group.max_num_tokens - 1)
-
-    def _let_go(self, sequence: Sequence) -> None:
-        self.publish(sequence)
-        # The end first: of a prompt that is used again, the beginning is worth most.
-        for block_id in reversed(sequence.block_table.block_ids):
-            self._release(block_id)
-        sequence.block_table.block_ids, sequence.block_table.contents = array("i"), []
-        sequence.num_slots = 0
 
     # One block
 

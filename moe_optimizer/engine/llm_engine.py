@@ -58,7 +58,6 @@ class LLMEngine:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             chunked_prefill=args.enable_chunked_prefill,
-            swap=size.num_host_blocks > 0,
         )
         self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)

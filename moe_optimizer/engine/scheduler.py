@@ -31,8 +31,6 @@ class Scheduler:
     """In one step."""
     chunked_prefill: bool = True
     """Compute long prompts in several steps, beside decodes."""
-    swap: bool = False
-    """Move a preempted sequence to host memory while there is room, instead of computing it again."""
     running: list[Sequence] = field(default_factory=list)
     """In the order they are served."""
     waiting: list[Sequence] = field(default_factory=list)
@@ -174,11 +172,11 @@ class Scheduler:
             self._preempt_last(step)
 
     def _preempt_last(self, step: SchedulerOutput) -> Sequence:
-        """Take seat and blocks of the running sequence that is served last; the step does not compute it."""
+        """Take seat and blocks of the sequence that is served last, to host memory while there is room there."""
         sequence = self.running.pop()
         step.preempted.append(sequence)
         self.num_preemptions += 1
-        if self.swap and self.blocks.swap_out(sequence):
+        if self.blocks.swap_out(sequence):
             self.add(sequence, Status.SWAPPED)
         else:
             self.blocks.free(sequence)

@@ -20,10 +20,6 @@ class SchedulerOutput:
     """The sequences that get a token: the decodes, and the prefills that reach their last token, in this order."""
     preempted: list[Sequence] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(count for _, count in self.prefills)
-
     def __str__(self) -> str:
         prompts = ", ".join(f"{count} of request {sequence.group.request_id}" for sequence, count in self.prefills)
         preempted = ", ".join(sequence.group.request_id for sequence in self.preempted)

@@ -34,7 +34,6 @@ def paper_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         chunked_prefill=chunked_prefill,
-        swap=num_host_blocks > 0,
     )
     executor = PaperExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
     executor.blocks = blocks.blocks

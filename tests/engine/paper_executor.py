@@ -41,13 +41,13 @@ class PaperExecutor:
             self._compute(sequence, 1)
         for sequence, count in step.prefills:
             self._compute(sequence, count)
-        self.num_computed += step.num_tokens
         self.sampled = [self._sample(sequence) for sequence in step.sampled]
         for row, sequence in enumerate(step.sampled):
             sequence.row = row
         return SampledTokens.of(self.sampled)
 
     def _compute(self, sequence: Sequence, count: int) -> None:
+        self.num_computed += count
         for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
             block = sequence.block_table.block_ids[position // self.block_size]
             assert block < self.cache_size.num_blocks, f"block {block} is in host memory"
