@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence as Sequences
 from itertools import count
-from typing import Any, TypedDict, cast
+from typing import Any
 
 from moe_optimizer.engine import protocols
 from moe_optimizer.engine.block_manager import BlockManager
@@ -20,24 +20,14 @@ from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 from moe_optimizer.engine.tokenizer import end_token_ids, load_tokenizer
 from moe_optimizer.errors import InputError
 
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already."""
-
-    prompt_token_ids: list[int]
-
-
-Prompt = str | Sequences[int] | TokensPrompt
+Prompt = str | Sequences[int] | dict[str, list[int]]
+"""Text, token ids, or these as `prompt_token_ids`."""
 
 
 class LLMEngine:
     """Holds the requests under way. Only `make_group` may be called from another thread than the rest.
 
-    Args:
-        args: what the user asks for.
-        executor: in place of a `ModelRunner` or a `ParallelExecutor`.
-        scheduler: in place of a `Scheduler`, with its block manager.
-        sampler: in place of a `TorchSampler`.
+    `executor`, `scheduler` with its block manager and `sampler` take the place of the engine's own.
     """
 
     def __init__(
@@ -102,10 +92,9 @@ class LLMEngine:
         text = prompt if isinstance(prompt, str) else None
         if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        if text is not None:
-            tokens = cast(Any, self.tokenizer).encode(text)
-        token_ids = self._checked(tokens, params.stop_token_ids)
+        given: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        token_ids = list(given) if text is None else self.tokenizer.encode(text)
+        self._check(token_ids, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(
             request_id=request_id,
@@ -164,18 +153,15 @@ class LLMEngine:
                 del self.groups[output.request_id]
         return outputs
 
-    def _checked(self, tokens: Sequences[int], stop_token_ids: list[int]) -> list[int]:
-        token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size
+    def _check(self, token_ids: list[Any], stop_token_ids: list[int]) -> None:
+        vocab_size = self.config.hf_config.vocab_size
         if not 0 < len(token_ids) < self.max_model_len:
             raise InputError(
                 f"prompt: got {len(token_ids)} tokens, expected at least 1 and fewer than {self.max_model_len} "
                 "(max_model_len): there must be room for one more",
                 hint="shorten the prompt, or raise max_model_len up to what the model and the KV cache allow",
             )
-        for token_id in stop_token_ids:
-            if token_id >= vocab_size:
-                raise InputError(f"stop_token_ids: got {token_id}, expected at most {vocab_size - 1}")
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise InputError(f"prompt: got token {token_id!r}, expected an integer from 0 to {vocab_size - 1}")
-        return token_ids
+        for name, ids in (("prompt", token_ids), ("stop_token_ids", stop_token_ids)):
+            for each in ids:
+                if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < vocab_size:
+                    raise InputError(f"{name}: got token {each!r}, expected an integer from 0 to {vocab_size - 1}")
