@@ -1,11 +1,9 @@
 """`EngineArgs`: what the user asks for. `EngineConfig`: the same with every choice made."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -16,9 +14,6 @@ from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.hub import fetch_model, resolve_model
 from moe_optimizer.log import get_logger
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _log = get_logger(__name__)
 
@@ -77,7 +72,7 @@ class EngineArgs(Arguments):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _agree(self) -> EngineArgs:
+    def _agree(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, expected at least max_num_seqs "
@@ -98,7 +93,7 @@ class EngineConfig:
     args: EngineArgs
     folder: Path
     tokenizer_folder: Path | None
-    hf_config: PreTrainedConfig
+    hf_config: Any
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -107,7 +102,7 @@ class EngineConfig:
     async_scheduling: bool
 
     @classmethod
-    def resolve(cls, args: EngineArgs, *, rank: int = 0) -> EngineConfig:
+    def resolve(cls, args: EngineArgs, *, rank: int = 0) -> Self:
         """Read the model's configuration and make every choice, for one of the processes that share the model."""
         from transformers import AutoConfig
 
@@ -166,7 +161,7 @@ def _device(name: str, rank: int, size: int) -> torch.device:
     return torch.device("cuda", first + rank)
 
 
-def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+def _dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     stored = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32

@@ -1,16 +1,11 @@
 """Loads the tokenizer, and the tokens that end an output."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.files import open_regular
 from moe_optimizer.inspection.json_file import read_json_object
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -45,7 +40,7 @@ def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[in
         raise InputError(f"messages: {error}") from None
 
 
-def end_token_ids(config: PreTrainedConfig, folder: Path, tokenizer: Any | None) -> frozenset[int]:
+def end_token_ids(config: Any, folder: Path, tokenizer: Any | None) -> frozenset[int]:
     """Return the tokens that end an output: of the tokenizer, config.json and generation_config.json.
 
     Those beyond the model's vocabulary, which a tokenizer may have, are left out.

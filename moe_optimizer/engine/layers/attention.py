@@ -3,9 +3,7 @@
 Legend: T tokens, H query heads, K key/value heads, N both together, d head size.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +15,6 @@ from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import head_size, rotate
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 QKNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normalized, and over what: each head, or all heads of a token together."""
@@ -36,7 +31,7 @@ class Attention(nn.Module):
     """[2, blocks, block size, K, d]: this layer's keys and values."""
     backend: AttentionBackend
 
-    def __init__(self, config: PreTrainedConfig, qk_norm: QKNorm = "none", ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Any, qk_norm: QKNorm = "none", ranks: Ranks = ALONE) -> None:
         super().__init__()
         if qk_norm == "whole" and ranks.size > 1:
             raise UnsupportedError(f"tensor_parallel_size: got {ranks.size}, expected 1: the norm spans all heads")

@@ -1,17 +1,12 @@
 """`RotaryEmbedding`: turns queries and keys by an angle that grows with their position."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_optimizer.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # Those whose frequencies do not depend on the length of the sequence.
 _KINDS = ("default", "linear", "llama3", "yarn")
@@ -23,7 +18,7 @@ class RotaryEmbedding(nn.Module):
     cos_Ld: Tensor
     sin_Ld: Tensor
 
-    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, max_positions: int, dtype: torch.dtype) -> None:
         super().__init__()
         with torch.device("cpu"):
             inv_freq, factor = _frequencies(config)
@@ -37,7 +32,7 @@ class RotaryEmbedding(nn.Module):
         return F.embedding(positions_T, self.cos_Ld)[:, None], F.embedding(positions_T, self.sin_Ld)[:, None]
 
 
-def head_size(config: PreTrainedConfig) -> int:
+def head_size(config: Any) -> int:
     """Return the elements of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -48,7 +43,7 @@ def rotate(x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     return x_TNd * cos_T1d + torch.cat((-second, first), dim=-1) * sin_T1d
 
 
-def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def _frequencies(config: Any) -> tuple[Tensor, float]:
     """Return the inverse frequencies, float32 [d / 2], and the factor of the tables."""
     rope = config.rope_parameters
     if rope["rope_type"] not in _KINDS or rope.get("partial_rotary_factor", 1.0) != 1.0:

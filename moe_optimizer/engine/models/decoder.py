@@ -3,11 +3,9 @@
 Legend: T tokens, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +18,11 @@ from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
 from moe_optimizer.engine.packed_batch import PackedBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward layer, each added to its input."""
 
-    def __init__(self, config: PreTrainedConfig, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(self, config: Any, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
@@ -64,7 +59,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module, ABC):
     """A model that predicts the next token. A family says what its layers are and what its weights are called.
 
-    `dtype` is that of the weights, and torch's default while the model is built.
+    `config` is transformers' configuration; `dtype` that of the weights, and torch's default while the model is built.
     """
 
     expert_names: Names = ("gate_proj", "up_proj", "down_proj")
@@ -73,7 +68,7 @@ class CausalLM(nn.Module, ABC):
     """What a checkpoint calls the feed-forward part of a layer."""
     qk_norm: QKNorm = "none"
 
-    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Any, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
         layers = [

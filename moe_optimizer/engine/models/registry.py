@@ -1,8 +1,6 @@
 """Finds the family of a model."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.engine.models.mixtral import MixtralForCausalLM
@@ -10,9 +8,6 @@ from moe_optimizer.engine.models.olmoe import OlmoeForCausalLM
 from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM
 from moe_optimizer.engine.models.qwen3_moe import Qwen3MoeForCausalLM
 from moe_optimizer.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "qwen3": Qwen3ForCausalLM,
@@ -25,7 +20,7 @@ _SETTINGS = {"sliding_window": None, "hidden_act": "silu", "quantization_config"
 """What every family computes; with another value its outputs would be wrong."""
 
 
-def model_class(config: PreTrainedConfig) -> type[CausalLM]:
+def model_class(config: Any) -> type[CausalLM]:
     """Return the class for a configuration."""
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
