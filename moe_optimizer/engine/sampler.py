@@ -65,7 +65,11 @@ class TorchSampler:
             logits_SV, temperature_S1 = rows.kept(_scaled(logits_SV, temperature_S1)), temperature_S1.sign()
         noise_SV = torch.empty_like(logits_SV, dtype=torch.float32).exponential_(generator=self._generator)
         for row in rows.seeded:
-            noise_SV[row].exponential_(generator=_generator_of(sequences[row], self._device))
+            sequence = sequences[row]
+            if sequence.generator is None:
+                seed = ((sequence.params.seed or 0) + sequence.index) % (1 << 63)
+                sequence.generator = torch.Generator(device=self._device).manual_seed(seed)
+            noise_SV[row].exponential_(generator=sequence.generator)
         return self._largest(logits_SV, temperature_S1, noise_SV)
 
     def _adjust(self, logits_V: Tensor, sequence: Sequence) -> None:
@@ -96,17 +100,19 @@ class _Rows:
 
     def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
         self.params = params
-        self.greedy = all(each.greedy for each in params)
-        self.filtered = any(each.filtered for each in params)
+        self.greedy = all(each.temperature == 0 and not each.temperature_schedule for each in params)
         self.scheduled = any(each.temperature_schedule for each in params)
         self.seeded = [row for row, each in enumerate(params) if each.seed is not None]
         self.adjusted = [row for row, each in enumerate(params) if each.penalized or each.min_tokens]
-        self.reported = [(row, each.logprobs) for row, each in enumerate(params) if each.reports_logprob]
+        # To be shown, or to compare samples by.
+        needed = [each.logprobs is not None or each.num_samples > each.n for each in params]
+        self.reported = [(row, each.logprobs) for row, each in enumerate(params) if needed[row]]
         self.reported_R = uploaded(torch.tensor([row for row, _ in self.reported], dtype=torch.int64), device)
         self.temperature_S1 = _column([each.temperature for each in params], device)
         self._by_min_p = any(each.min_p > 0 for each in params)
         self._by_top_k = any(each.top_k > 0 for each in params)
         self._by_top_p = any(each.top_p < 1 for each in params)
+        self.filtered = self._by_min_p or self._by_top_k or self._by_top_p
         top_k = [each.top_k if each.top_k > 0 else _ALL for each in params]
         self._most_k, self._top_k_S1 = max(top_k, default=_ALL), _column(top_k, device)
         self._top_p_S1 = _column([float(each.top_p) for each in params], device)
@@ -142,10 +148,3 @@ def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
 def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) -> Tensor:
     """Return the place of the largest score; in random rows with Gumbel noise, minus the log of exponential noise."""
     return (_scaled(logits_SV, temperature_S1) - exponential_SV.log() * (temperature_S1 > 0)).argmax(-1)
-
-
-def _generator_of(sequence: Sequence, device: torch.device) -> torch.Generator:
-    if sequence.generator is None:
-        seed = ((sequence.params.seed or 0) + sequence.index) % (1 << 63)
-        sequence.generator = torch.Generator(device=device).manual_seed(seed)
-    return sequence.generator

@@ -99,10 +99,6 @@ class SamplingParams(Arguments):
         return self.n if self.best_of is None else self.best_of
 
     @cached_property
-    def greedy(self) -> bool:
-        return self.temperature == 0 and not self.temperature_schedule
-
-    @cached_property
     def penalized(self) -> bool:
         """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -111,16 +107,6 @@ class SamplingParams(Arguments):
     def final_only(self) -> bool:
         """Whether there is no output before the last."""
         return self.output_kind is RequestOutputKind.FINAL_ONLY or self.num_samples > self.n
-
-    @cached_property
-    def filtered(self) -> bool:
-        """Whether some tokens are left out before one is drawn."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @cached_property
-    def reports_logprob(self) -> bool:
-        """Whether each token's log-probability is needed, to be shown or to compare samples by."""
-        return self.logprobs is not None or self.num_samples > self.n
 
     def temperature_at(self, num_output_tokens: int) -> float:
         for start, temperature in reversed(self.temperature_schedule):
