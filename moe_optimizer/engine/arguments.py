@@ -21,11 +21,10 @@ class Arguments(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _input_error(error, list(type(self).model_fields)) from None
+            raise _input_error(error.errors()[0], list(type(self).model_fields)) from None
 
 
-def _input_error(error: ValidationError, known: list[str]) -> InputError:
-    first = error.errors()[0]
+def _input_error(first: Any, known: list[str]) -> InputError:
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))

@@ -110,18 +110,13 @@ class Scheduler:
                 # Its last token is under way.
                 self.finish(sequence)
         for sequence in asking:
-            if sequence.status is Status.RUNNING:
-                self._make_room(step, sequence)
+            # At the cost of those served after it, or of itself.
+            while sequence.status is Status.RUNNING and not self.blocks.make_room(sequence, 1):
+                self._preempt_last(step)
         self._prefilling = [each for each in self._prefilling if each.status is Status.RUNNING and _has_prompt(each)]
         others = set(self._prefilling)
         step.decodes = [each for each in self.running if each not in others] if others else self.running.copy()
         return sorted(others, key=_order)
-
-    def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
-        """Make room for one token, at the cost of those served after `sequence`, or of itself."""
-        while not self.blocks.make_room(sequence, 1):
-            if self._preempt_last(step) is sequence:
-                return
 
     def _schedule_chunk(self, step: SchedulerOutput, sequence: Sequence, budget: int) -> int:
         """Schedule as much of a prompt as the budget allows, whose blocks it has; return how much."""
@@ -171,7 +166,7 @@ class Scheduler:
                 return
             self._preempt_last(step)
 
-    def _preempt_last(self, step: SchedulerOutput) -> Sequence:
+    def _preempt_last(self, step: SchedulerOutput) -> None:
         """Take seat and blocks of the sequence that is served last, to host memory while there is room there."""
         sequence = self.running.pop()
         step.preempted.append(sequence)
@@ -181,7 +176,6 @@ class Scheduler:
         else:
             self.blocks.free(sequence)
             self.add(sequence)
-        return sequence
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING

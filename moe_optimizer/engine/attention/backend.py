@@ -44,7 +44,7 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     if name == "sdpa_padded":
         return PaddedSdpaAttention()
     if name == "paged" or (name == "auto" and device.type == "cpu"):
-        why_not = _why_not_paged(device)
+        why_not = ops.kernels_available()[1] if device.type == "cpu" else "our kernel for pages runs on CPUs only"
         if not why_not:
             return PagedAttention()
         if name == "paged":
@@ -70,10 +70,6 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
         "graphs"
     )
     return SdpaAttention()
-
-
-def _why_not_paged(device: torch.device) -> str:
-    return ops.kernels_available()[1] if device.type == "cpu" else "our kernel for pages runs on CPUs only"
 
 
 def _flash_attention(device: torch.device, block_size: int) -> AttentionBackend | str:

@@ -38,13 +38,12 @@ class TritonAttention:
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         decodes, prefills = batch.num_decodes, batch.prefills
         if decodes:
-            splits = _num_splits(decodes * k_TKd.shape[1], q_THd.device)
-            _launch(q_THd, cache_2BSKd, out_THd, batch, TiledSequences(0, decodes, 1, _DECODE_ROWS, splits))
+            part = TiledSequences(0, decodes, 1, _DECODE_ROWS, _num_splits(decodes * k_TKd.shape[1], q_THd.device))
+            _launch(q_THd, cache_2BSKd, out_THd, batch, part)
         if prefills:
             longest = max(prefill.end - prefill.begin for prefill in prefills)
-            _launch(
-                q_THd, cache_2BSKd, out_THd, batch, TiledSequences(decodes, len(prefills), longest, _PREFILL_ROWS, 1)
-            )
+            part = TiledSequences(decodes, len(prefills), longest, _PREFILL_ROWS, 1)
+            _launch(q_THd, cache_2BSKd, out_THd, batch, part)
         return out_THd
 
 
