@@ -124,12 +124,11 @@ class EngineConfig:
         tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or folder).expanduser()
         if args.quantization == "fp8" and device.type == "mps":
             raise InputError("quantization: got 'fp8' on mps, which has no such numbers")
-        dtype = _dtype(args.dtype, hf_config, device)
-        graphs = device.type == "cuda" and not args.enforce_eager
+        dtype, on_gpu = _dtype(args.dtype, hf_config, device), device.type == "cuda"
+        graphs = on_gpu and not args.enforce_eager
         compiles = _compiles(device) if args.compile_layers is None else args.compile_layers
-        overlaps = args.async_scheduling
-        if overlaps is None:
-            overlaps = device.type == "cuda" and args.tensor_parallel_size == 1
+        alone = on_gpu and args.tensor_parallel_size == 1
+        overlaps = alone if args.async_scheduling is None else args.async_scheduling
         return cls(args, folder, tokenizer, hf_config, device, dtype, max_model_len, graphs, compiles, overlaps)
 
 

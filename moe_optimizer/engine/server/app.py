@@ -65,14 +65,14 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
     ) -> Response:
         if body.model not in (None, model_name):
-            raise _UnknownModelError(f"model: got {body.model!r}, expected {model_name!r}")
+            raise HTTPException(404, f"model: got {body.model!r}, expected {model_name!r}")
         outputs = metrics.watch(llm.generate_all(prompts, params, priority=body.priority), len(prompts))
         if not body.stream:
             finished = await _unless_client_leaves(request, asyncio.ensure_future(_finished(outputs)))
             return Response(status_code=_CLIENT_GONE) if finished is None else JSONResponse(reply.whole(finished))
         # The first output before the first byte: what is wrong with the request is still a 4xx.
         first = await anext(outputs)
-        events = _events(outputs, first, reply, body.stream_options.include_usage)
+        events = _events(outputs, first, reply, body.stream_options.get("include_usage", False))
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.exception_handler(RequestValidationError)
@@ -89,15 +89,11 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     @app.exception_handler(MoeOptimizerError)
     async def _(_request: Request, error: MoeOptimizerError) -> Response:
         metrics.counts["request_failed"].inc()
-        status = 404 if isinstance(error, _UnknownModelError) else 400 if isinstance(error, ValueError) else 500
-        status = 503 if isinstance(error, (QueueFullError, ServerFailedError)) else status
+        unavailable = isinstance(error, (QueueFullError, ServerFailedError))
+        status = 503 if unavailable else 400 if isinstance(error, ValueError) else 500
         return _error(status, f"{error}" + (f"; hint: {error.hint}" if error.hint else ""))
 
     return app
-
-
-class _UnknownModelError(InputError):
-    """The client asks for a model that is not served."""
 
 
 def _error(status: int, message: str) -> Response:

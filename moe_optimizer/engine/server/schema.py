@@ -25,12 +25,6 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-class StreamOptions(BaseModel, extra="forbid"):
-    """`stream_options`."""
-
-    include_usage: bool = False
-
-
 class ApiRequest(BaseModel):
     """What both kinds of requests share."""
 
@@ -38,7 +32,7 @@ class ApiRequest(BaseModel):
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
     user: str | None = None
     priority: int = 0
     max_tokens: int | None = None
