@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 from moe_optimizer.engine.detokenizer import Detokenizer
-from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 
@@ -16,13 +16,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
 
-    def accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def accept(self, sequence: Sequence, token_id: int, logprobs: dict[int, Logprob] | None) -> None:
         """Add a token to its sequence, and set `finish_reason` if it is the last."""
         sequence.token_ids.append(token_id)
         if logprobs is not None:
-            sequence.cumulative_logprob += logprobs.logprob
-            if logprobs.shown is not None:
-                sequence.logprobs.append(self._named(logprobs.shown))
+            sequence.cumulative_logprob += logprobs[token_id].logprob
+            if sequence.params.logprobs is not None:
+                sequence.logprobs.append(self._named(logprobs))
         self._check_end(sequence, token_id)
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:

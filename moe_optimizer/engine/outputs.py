@@ -13,14 +13,6 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class TokenLogprobs(NamedTuple):
-    """Of one token that was chosen, where its request asks for them or draws more samples than it returns."""
-
-    logprob: float
-    shown: dict[int, Logprob] | None
-    """Of the token and its most likely alternatives; None unless the request asks for them."""
-
-
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample."""

@@ -49,7 +49,7 @@ class TorchSampler:
             return SampledTokens(token_ids_S)
         values_R1 = logprobs_RV.gather(1, token_ids_S[rows.reported_R, None])
         ranks_R = (logprobs_RV > values_R1).sum(-1)
-        most = max(num_shown or 0 for _, num_shown in rows.reported)
+        most = max(count for _, count in rows.reported)
         likeliest = logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1)
         return SampledTokens(token_ids_S, rows.reported, (values_R1[:, 0], ranks_R, *likeliest))
 
@@ -106,7 +106,7 @@ class _Rows:
         self.adjusted = [row for row, each in enumerate(params) if each.penalized or each.min_tokens]
         # To be shown, or to compare samples by.
         needed = [each.logprobs is not None or each.num_samples > each.n for each in params]
-        self.reported = [(row, each.logprobs) for row, each in enumerate(params) if needed[row]]
+        self.reported = [(row, each.logprobs or 0) for row, each in enumerate(params) if needed[row]]
         self.reported_R = uploaded(torch.tensor([row for row, _ in self.reported], dtype=torch.int64), device)
         self.temperature_S1 = _column([each.temperature for each in params], device)
         self._by_min_p = any(each.min_p > 0 for each in params)

@@ -120,7 +120,7 @@ def test_penalties_lower_what_was_seen() -> None:
 def test_logprobs_are_those_before_temperature_and_filters() -> None:
     sampler = TorchSampler(torch.device("cpu"), seed=0)
     params = SamplingParams(temperature=0.1, top_k=1, logprobs=2)
-    shown = sampler.sample(PROBABILITIES.log()[None], [sequence(params)]).read()[1][0].shown
+    shown = sampler.sample(PROBABILITIES.log()[None], [sequence(params)]).read()[1][0]
     assert shown is not None
     assert {each: round(torch.tensor(value.logprob).exp().item(), 4) for each, value in shown.items()} == {
         0: 0.4,
