@@ -45,6 +45,10 @@ class LLM:
         default = self.get_default_sampling_params()
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or default] * len(listed)
+        if not all(isinstance(each, SamplingParams) for each in sampling_params):
+            raise InputError(
+                f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one for each prompt"
+            )
         priorities = [0] * len(listed) if priority is None else priority
         for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
             if len(values) != len(listed):
@@ -117,5 +121,6 @@ def default_sampling_params(engine: LLMEngine) -> SamplingParams:
 
 def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as several."""
-    one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    one = not many or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))

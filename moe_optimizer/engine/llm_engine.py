@@ -20,8 +20,8 @@ from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 from moe_optimizer.engine.tokenizer import end_token_ids, load_tokenizer
 from moe_optimizer.errors import InputError
 
-Prompt = str | Sequences[int] | dict[str, list[int]]
-"""Text, token ids, or these as `prompt_token_ids`."""
+Prompt = str | Sequences[int] | dict[str, Any]
+"""Text or token ids, or a dictionary with the one as `prompt` or the others as `prompt_token_ids`."""
 
 
 class LLMEngine:
@@ -89,11 +89,14 @@ class LLMEngine:
             InputError: the prompt is empty or too long, a token is none of the model's, or an argument needs a
                 tokenizer and there is none.
         """
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if not isinstance(prompt, Sequences):
+            raise InputError(f"prompt: got {prompt!r}, expected text or token ids")
         text = prompt if isinstance(prompt, str) else None
         if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        given: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        token_ids = list(given) if text is None else self.tokenizer.encode(text)
+        token_ids: list[Any] = list(prompt) if text is None else self.tokenizer.encode(text)
         self._check(token_ids, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(

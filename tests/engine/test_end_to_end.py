@@ -171,11 +171,30 @@ def test_a_cache_that_cannot_hold_the_longest_sequence_is_an_error() -> None:
     assert "max_model_len" in caught.value.hint
 
 
-@pytest.mark.parametrize("prompt", ["", [], [2048], [-1], [1] * 2048, "x " * 3000], ids=lambda each: str(each)[:10])
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [2048], [-1], [1] * 2048, "x " * 3000, 5.5, None, {}, {"text": "x"}],
+    ids=lambda each: str(each)[:10],
+)
 def test_a_prompt_that_cannot_be_served_is_refused(tiny_moe_llm: LLM, prompt: Any) -> None:
-    with pytest.raises(InputError, match="prompt"):
-        tiny_moe_llm.generate([prompt], GREEDY, use_tqdm=False)
+    for prompts in ([prompt], prompt) if prompt != [] else ([prompt],):
+        with pytest.raises(InputError, match="prompt"):
+            tiny_moe_llm.generate(prompts, GREEDY, use_tqdm=False)
     assert not tiny_moe_llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_prompt_may_be_named_as_vllm_names_it(tiny_moe_llm: LLM) -> None:
+    token_ids = tiny_moe_llm.get_tokenizer().encode(PROMPTS[0])
+    named: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": token_ids}]
+    first, *others = (each.outputs[0].text for each in tiny_moe_llm.generate(named, GREEDY, use_tqdm=False))
+    assert others == [first, first]
+
+
+def test_parameters_that_are_none_are_refused(tiny_moe_llm: LLM) -> None:
+    wrong: Any = {"temperature": 0}
+    for params in (wrong, [wrong]):
+        with pytest.raises(InputError, match="sampling_params"):
+            tiny_moe_llm.generate(PROMPTS[:1], params, use_tqdm=False)
 
 
 def test_an_end_that_the_model_cannot_generate_is_none(tmp_path: Path) -> None:
