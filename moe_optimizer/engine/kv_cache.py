@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.engine_args import EngineConfig
-from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import DoesNotFitError
 
@@ -52,11 +51,8 @@ class KVCache:
                 layer[target][:, tos.to(layer[target].device)] = moved.to(layer[target].device)
 
 
-def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks: Ranks = ALONE) -> CacheSize:
-    """Return the size of the cache that the arguments and the memory allow.
-
-    On a GPU a step needs `peak_bytes` beside weights and cache. Of several ranks the one with the least memory decides.
-    """
+def fit_cache(config: EngineConfig, model: CausalLM) -> CacheSize:
+    """Return the size of the cache that arguments and memory allow; of several ranks the one with the least decides."""
     args = config.args
     per_block = sum(layer.kv_cache_shape(1, args.block_size).numel() for layer in model.attention_layers())
     block_bytes = per_block * config.dtype.itemsize
@@ -66,7 +62,8 @@ def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks:
     elif args.kv_cache_memory_bytes is not None:
         num_blocks = args.kv_cache_memory_bytes // block_bytes
     else:
-        free = ranks.least(_free_bytes(config, peak_bytes) // (1 if config.device.type == "cuda" else ranks.size))
+        sharing = 1 if config.device.type == "cuda" else model.ranks.size
+        free = model.ranks.least(_free_bytes(config) // sharing)
         num_blocks = min(needed * args.max_num_seqs, free // block_bytes)
     longest = min(config.max_model_len, num_blocks * args.block_size)
     if num_blocks < 1 or (args.max_model_len is not None and longest < args.max_model_len):
@@ -87,8 +84,12 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _free_bytes(config: EngineConfig, peak_bytes: int) -> int:
-    if config.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(config.device)
-        return int(free - (1 - config.args.gpu_memory_utilization) * total) - peak_bytes
-    return int(_SHARE_OF_HOST * psutil.virtual_memory().available)
+def _free_bytes(config: EngineConfig) -> int:
+    if config.device.type != "cuda":
+        return int(_SHARE_OF_HOST * psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(config.device)
+    # A step needs logits in float32 with the copies of a sampler, and some thirty activations as wide as the hidden
+    # state.
+    logits = 5 * 4 * config.args.max_num_seqs * config.hf_config.vocab_size
+    activations = 30 * 4 * config.args.max_num_batched_tokens * config.hf_config.hidden_size
+    return int(free - (1 - config.args.gpu_memory_utilization) * total) - logits - activations

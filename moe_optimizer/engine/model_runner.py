@@ -43,7 +43,7 @@ class ModelRunner:
         backend = make_backend(config.args.attention_backend, config.device, self.block_size)
         for attention in self.model.attention_layers():
             attention.backend = backend
-        self.cache_size = fit_cache(config, self.model, self._peak_bytes(), ranks)
+        self.cache_size = fit_cache(config, self.model)
         self.kv_cache = KVCache(config, self.model, self.cache_size)
         self._sampled_S = torch.zeros(config.args.max_num_seqs, dtype=torch.int64, device=config.device)
         self.graphs = self._capture() if config.cuda_graphs and backend.capturable else None
@@ -131,15 +131,6 @@ class ModelRunner:
                 "enforce_eager=True and compile_layers=False leave them out, for slower decodes", spent,
             )  # fmt: skip
         return graphs
-
-    def _peak_bytes(self) -> int:
-        """Return what the largest step needs beside weights and cache; 0 where that is host memory."""
-        if self.config.device.type != "cuda":
-            return 0
-        vocabulary = self.config.args.max_num_seqs * self.config.hf_config.vocab_size
-        hidden = self.config.args.max_num_batched_tokens * self.config.hf_config.hidden_size
-        # Logits in float32 and the sampler's copies of them; some thirty activations as wide as the hidden state.
-        return 5 * 4 * vocabulary + 30 * 4 * hidden
 
 
 def _pack(model: CausalLM) -> None:
