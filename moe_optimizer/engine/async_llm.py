@@ -18,30 +18,12 @@ from moe_optimizer.log import get_logger
 _log = get_logger(__name__)
 Indexed = tuple[int, RequestOutput]
 """An output, and the position of its prompt."""
+Deliver = Callable[[RequestOutput | Exception], None]
+"""Takes what a request is told, in the engine's thread."""
 
 
 class QueueFullError(MoeOptimizerError):
     """As many requests wait as may wait; the caller should try again later."""
-
-
-class OutputStream:
-    """The outputs of one reader's requests, at most two of each that it has not taken: `SequenceGroup.unread`."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output, from any thread; nobody is left to read it if the event loop is closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
-
-    async def next(self) -> RequestOutput:
-        """Return what is new of a request, as soon as there is something."""
-        output = await self._outputs.get()
-        if isinstance(output, Exception):
-            raise output
-        return output
 
 
 class AsyncLLM:
@@ -50,7 +32,7 @@ class AsyncLLM:
     def __init__(self, args: EngineArgs, *, engine: LLMEngine | None = None) -> None:
         self.engine = engine or LLMEngine(args)
         self._max_requests = args.max_waiting_requests + args.max_num_seqs
-        self._streams: dict[str, OutputStream] = {}
+        self._readers: dict[str, Deliver] = {}
         self._commands: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._ids = count()
         self._failure: ServerFailedError | None = None
@@ -69,12 +51,22 @@ class AsyncLLM:
         self, prompts: list[Any], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[Indexed]:
         """Yield the outputs of several as they come. A prompt that is refused ends the others too."""
-        stream, positions = OutputStream(), dict[str, int]()
+        loop, positions = asyncio.get_running_loop(), dict[str, int]()
+        # At most two of each request: `SequenceGroup.unread`.
+        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+        def deliver(output: RequestOutput | Exception) -> None:
+            # Nobody is left to read it if the event loop is closed.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
         try:
             for position, prompt in enumerate(prompts):
-                positions[self.add_request(prompt, params, priority=priority, stream=stream)] = position
+                positions[self.add_request(prompt, params, priority=priority, deliver=deliver)] = position
             while positions:
-                output = await stream.next()
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
                 if group := self.engine.groups.get(output.request_id):
                     group.unread = False
                 position = positions.pop(output.request_id) if output.finished else positions[output.request_id]
@@ -88,29 +80,29 @@ class AsyncLLM:
         final = params.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
         return [output async for output in self.generate(prompt, final, **options)][-1]
 
-    def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, stream: OutputStream) -> str:
-        """Hand a request to the engine, its outputs to `stream`; return its id.
+    def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, deliver: Deliver) -> str:
+        """Hand a request to the engine, its outputs to `deliver`; return its id.
 
         Raises:
             InputError: as `LLMEngine.add_request`.
             QueueFullError: too many wait.
             ServerFailedError: the engine has stopped.
         """
-        if len(self._streams) >= self._max_requests:
+        if len(self._readers) >= self._max_requests:
             raise QueueFullError(
-                f"got {len(self._streams)} requests under way, expected fewer than {self._max_requests}",
+                f"got {len(self._readers)} requests under way, expected fewer than {self._max_requests}",
                 hint="try again later, or raise max_waiting_requests",
             )
         request_id = f"request-{next(self._ids)}"
         group = self.engine.make_group(request_id, prompt, params, priority)
-        self._streams[request_id] = stream
+        self._readers[request_id] = deliver
         self._commands.put(lambda: self.engine.add_group(group))
-        # Behind the two lines above: an engine that stops either finds the stream, or is found stopped here.
+        # Behind the two lines above: an engine that stops either finds the reader, or is found stopped here.
         self.check_health()
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request and free what it holds; its stream gets its last output. Unknown ones are ignored."""
+        """End a request and free what it holds; its reader gets its last output. Unknown ones are ignored."""
         self._commands.put(lambda: self._deliver(self.engine.abort_request(request_id)))
 
     def check_health(self) -> None:
@@ -133,8 +125,8 @@ class AsyncLLM:
             _log.error("the engine has stopped", exc_info=True)
             failure = f"{type(error).__name__}: {error}; {getattr(error, 'hint', None) or 'its log is above'}"
         self._failure = ServerFailedError(f"the engine has stopped: {failure}")
-        for stream in list(self._streams.values()):
-            stream.put(self._failure)
+        for deliver in list(self._readers.values()):
+            deliver(self._failure)
 
     def _obey(self) -> bool:
         """Carry out what was asked for, and wait while there is nothing to compute; return False to stop."""
@@ -149,7 +141,7 @@ class AsyncLLM:
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is not None:
-            stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
+            deliver = self._readers.pop(output.request_id) if output.finished else self._readers[output.request_id]
             if not output.finished:
                 self.engine.groups[output.request_id].unread = True
-            stream.put(output)
+            deliver(output)

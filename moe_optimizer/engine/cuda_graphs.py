@@ -43,8 +43,6 @@ class DecodeGraphs:
     ) -> None:
         self._compute, self._block_size = compute, block_size
         self._graphs: dict[int, _Graph] = {}
-        if not sizes:
-            return
         self._tables_SN = torch.zeros((sizes[-1], max_blocks), dtype=torch.int32, device=device)
         self._starts_S1 = torch.arange(sizes[-1] + 1, device=device)
         pool = torch.cuda.graph_pool_handle()

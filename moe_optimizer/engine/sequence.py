@@ -11,15 +11,13 @@ from moe_optimizer.engine.sampling_params import SamplingParams
 
 
 class Status(Enum):
-    """Where a sequence is."""
+    """Whether a sequence has a seat in the batch. One that is finished may have its last token under way."""
 
     WAITING = auto()
-    """For a seat in the batch; it holds no blocks."""
     RUNNING = auto()
     SWAPPED = auto()
-    """Its blocks are in host memory."""
+    """It waits with its blocks in host memory; others that wait have none."""
     FINISHED = auto()
-    """It has no seat and no blocks any more; its last token may be under way."""
 
 
 @dataclass(slots=True, eq=False)
