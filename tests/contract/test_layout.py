@@ -20,6 +20,11 @@ def test_no_source_file_exceeds_600_lines() -> None:
     assert {name: size for name, size in sizes.items() if size > 600} == {}
 
 
+def test_the_embedded_engine_stays_small_enough_to_be_read() -> None:
+    lines = [line for path in (PACKAGE / "engine").rglob("*.py") for line in path.read_text("utf-8").splitlines()]
+    assert sum(bool(line.strip()) for line in lines) <= 3500
+
+
 def test_only_the_plugin_measure_and_one_attention_backend_name_vllm_in_an_import() -> None:
     offenders = [
         str(path.relative_to(ROOT))
