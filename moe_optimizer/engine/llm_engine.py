@@ -96,7 +96,7 @@ class LLMEngine:
         text = prompt if isinstance(prompt, str) else None
         if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        token_ids: list[Any] = list(prompt) if text is None else self.tokenizer.encode(text)
+        token_ids: list[Any] = list(prompt) if text is None else self.tokenizer.encode(text, verbose=False)
         self._check(token_ids, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(

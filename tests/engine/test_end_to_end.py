@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import runpy
 import shutil
@@ -181,6 +182,18 @@ def test_a_prompt_that_cannot_be_served_is_refused(tiny_moe_llm: LLM, prompt: An
         with pytest.raises(InputError, match="prompt"):
             tiny_moe_llm.generate(prompts, GREEDY, use_tqdm=False)
     assert not tiny_moe_llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_prompt_that_is_too_long_is_not_warned_of_beside_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(str(TINY_MOE), dtype="float32", num_gpu_blocks_override=8)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(InputError, match="prompt"):
+            llm.generate("x " * 3000, GREEDY, use_tqdm=False)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_a_prompt_may_be_named_as_vllm_names_it(tiny_moe_llm: LLM) -> None:

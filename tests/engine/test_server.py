@@ -92,7 +92,10 @@ def test_a_conversation_is_answered_through_the_template(url: str) -> None:
     body = {"messages": [message], "temperature": 0, "max_completion_tokens": 10}
     reply = post(url, "chat/completions", **body, logprobs=True, top_logprobs=2).json()
     assert reply["choices"][0]["message"]["role"] == "assistant"
-    assert len(reply["choices"][0]["logprobs"]["content"]) == 10
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [2] * 10
+    content = post(url, "chat/completions", **body, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert [token["top_logprobs"] for token in content] == [[]] * 10
     streamed = events(url, "chat/completions", **body)
     assert streamed[0]["choices"][0]["delta"]["role"] == "assistant"
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in streamed)
@@ -123,6 +126,7 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("completions", {"prompt": "x", "best_of": 3, "stream": True}, 400),
         ("completions", {"prompt": "x", "temprature": 1}, 400),
         ("completions", {"prompt": "x", "stop": [""]}, 400),
+        ("completions", {"prompt": "x", "output_kind": "delta"}, 400),
         ("completions", {"prompt": "x", "min_tokens": 2, "stop_token_ids": [999999]}, 400),
         ("completions", {"prompt": "x " * 5000}, 400),
         ("completions", {"prompt": ["ok", "x " * 5000], "stream": True}, 400),
@@ -203,6 +207,17 @@ def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, pa
     message = reply.json()["error"]["message"]
     assert said in message
     assert not message.startswith((":", "0:"))
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [({"prompt": 5}, "prompt"), ({"prompt": ["a", 1]}, "prompt"), ({"prompt": "x", "stream_options": {"y": 1}}, "y")],
+    ids=str,
+)
+def test_a_message_names_the_field_and_not_the_class_that_reads_it(url: str, body: dict[str, Any], name: str) -> None:
+    message = post(url, "completions", **body).json()["error"]["message"]
+    assert name in message.partition(":")[0]
+    assert "[" not in message.partition(":")[0]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/nothing", 404)])

@@ -59,7 +59,9 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         params, messages = body.sampling_params(defaults), [message.plain() for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
         prompt = chat_prompt(llm.engine.tokenizer, messages, **options)
-        return await answer([prompt], params, Reply(model_name, chat=True, n=params.n), body, request)
+        return await answer(
+            [prompt], params, Reply(model_name, chat=True, n=params.n, top_logprobs=params.logprobs or 0), body, request
+        )
 
     async def answer(
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
@@ -80,7 +82,9 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return _error(400, f"body: got no JSON: {first['ctx']['error']}")
-        return _error(400, f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}")
+        # Of a field that takes several types, pydantic names the type too: list[int].
+        names = [each for each in map(str, first["loc"][1:]) if "[" not in each]
+        return _error(400, f"{'.'.join(names) or 'body'}: {first['msg']}")
 
     @app.exception_handler(HTTPException)
     async def _(_request: Request, error: HTTPException) -> Response:

@@ -14,8 +14,10 @@ class Reply:
     gives the text of token ids, the prompts are repeated before the samples.
     """
 
-    def __init__(self, model: str, *, chat: bool, n: int, decode: Callable[[list[int]], str] | None = None) -> None:
-        self._chat, self._n, self._decode = chat, n, decode
+    def __init__(
+        self, model: str, *, chat: bool, n: int, top_logprobs: int = 0, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        self._chat, self._n, self._top, self._decode = chat, n, top_logprobs, decode
         self._head = {"id": f"{'chat' * chat}cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._places: dict[int, int] = {}
         """Where in its text the next token of a sample begins."""
@@ -64,9 +66,10 @@ class Reply:
             place = self._places.setdefault(index, len(echo))
             text, logprobs = echo + sample.text, None
             role = {"role": "assistant"} if first else {}
-            if sample.logprobs is not None:
-                make = _chat_logprobs if self._chat else _completion_logprobs
-                logprobs, self._places[index] = make(sample.token_ids, sample.logprobs, place)
+            if sample.logprobs is not None and self._chat:
+                logprobs = _chat_logprobs(sample.token_ids, sample.logprobs, self._top)
+            elif sample.logprobs is not None:
+                logprobs, self._places[index] = _completion_logprobs(sample.token_ids, sample.logprobs, place)
             choices.append({
                 "index": index,
                 **({part: {**role, "content": text}} if self._chat else {"text": text}),
@@ -77,17 +80,17 @@ class Reply:
         return choices
 
 
-def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]], place: int) -> tuple[dict[str, Any], int]:
+def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]], top: int) -> dict[str, Any]:
     def entry(logprob: Logprob) -> dict[str, Any]:
         token = logprob.decoded_token or ""
         return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
 
     chosen = zip(token_ids, logprobs, strict=True)
     content = [
-        {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values()]}
+        {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values() if other.rank <= top]}
         for token_id, each in chosen
     ]
-    return {"content": content}, place
+    return {"content": content}
 
 
 def _completion_logprobs(
