@@ -59,9 +59,8 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         params, messages = body.sampling_params(defaults), [message.plain() for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
         prompt = chat_prompt(llm.engine.tokenizer, messages, **options)
-        return await answer(
-            [prompt], params, Reply(model_name, chat=True, n=params.n, top_logprobs=params.logprobs or 0), body, request
-        )
+        reply = Reply(model_name, chat=True, n=params.n, top_logprobs=params.logprobs or 0)
+        return await answer([prompt], params, reply, body, request)
 
     async def answer(
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
