@@ -6,7 +6,8 @@ import statistics
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table
-from benchmarks.claims.passes import largest_error, sparsity
+from benchmarks.claims.fewer_bytes import sparsity
+from benchmarks.claims.kernels import largest_error
 
 _ABLATION = "2026-11-22_epyc_engine_ablation_tiny-moe"
 _THROUGHPUT = "2026-11-23_epyc_engine_throughput_tiny-moe"

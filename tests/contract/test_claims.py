@@ -7,11 +7,18 @@ import re
 
 import pytest
 
-from benchmarks.claims import kernel_speeds, pages, passes, readme
+from benchmarks.claims import fewer_bytes, kernel_speeds, kernels, pages, passes, readme
 from benchmarks.claims.claim import RECORDS, ROOT, Claim, Table, read
 from benchmarks.claims.not_measured import NOT_MEASURED, SUMMED_UP
 
-CLAIMS: list[Claim | Table] = [*readme.CLAIMS, *kernel_speeds.CLAIMS, *passes.CLAIMS, *pages.CLAIMS]
+CLAIMS: list[Claim | Table] = [
+    *readme.CLAIMS,
+    *kernel_speeds.CLAIMS,
+    *kernels.CLAIMS,
+    *fewer_bytes.CLAIMS,
+    *passes.CLAIMS,
+    *pages.CLAIMS,
+]
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"))

@@ -1,0 +1,171 @@
+"""Lists the numbers of the pages of kernels."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.claims.claim import Claim, Table, cases
+
+_CHECKS = "2026-11-20_h200_checks"
+_MXFP4 = "2026-11-23_h100_mxfp4_experts"
+_INT4 = "2026-11-24_h100_int4_experts"
+_DECODE_CHECK = "2026-11-23_epyc_decode_check"
+_DECODE_H100 = "2026-11-23_h100_decode_check"
+_PEERS = {"Humming": "humming", "FlashInfer CuTe DSL": "flashinfer_cutedsl"}
+_PEER_LAYERS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "half of Mixtral 8x7B": "mixtral-8x7b-tp2"}
+
+
+def _peer(record: Any, layer: str, weights: str, library: str, tokens: str) -> list[float]:
+    wanted = (_PEERS[library], _PEER_LAYERS[layer], weights.lower(), int(tokens))
+    (sides,) = [
+        each["sides"]
+        for each in record["cases"]
+        if (each["peer"], each["shape"]["name"], each["dtype"], each["tokens"]) == wanted
+    ]
+    peer = min(each["median_us"] for name, each in sides.items() if name.startswith(_PEERS[library]))
+    ours = min(each["median_us"] for name, each in sides.items() if name.startswith(("direct", "grouped")))
+    return [peer, ours, peer / ours]
+
+
+def _gate_layer(record: Any, shape: str, tokens: int) -> list[float]:
+    (samples,) = (
+        case["samples_us"]
+        for case in record["cases"]
+        if (case["shape"]["name"], case["what"], case["tokens"]) == (shape, "layer", tokens)
+    )
+    sides = ("norm, F.linear, topk_softmax, ours", "norm, gate_topk, ours")
+    return [statistics.median(samples[side]) for side in sides]
+
+
+def _gate(record: Any, tokens: str) -> list[float]:
+    gate, layer = (
+        {name: statistics.median(samples) for name, samples in case["samples_us"].items()}
+        for what in ("gate", "layer")
+        for case in record["cases"]
+        if (case["what"], case["tokens"]) == (what, int(tokens))
+    )
+    ours, theirs = "norm, gate_topk of 1 settled", "norm, F.linear, topk_softmax"
+    return [
+        gate[theirs] - gate["norm"],
+        gate[ours] - gate["norm"],
+        layer[f"{theirs}, ours"],
+        layer[f"{ours}, ours"],
+    ]
+
+
+def _deep_gemm_over_ours(found: Any) -> dict[tuple[str, int], float]:
+    """Return the time of DeepGEMM over that of the best of our kernels, by layer and tokens, both routings together."""
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for case in cases(found, dtype="fp8"):
+        sides = {name: side["median_us"] for name, side in case["sides"].items()}
+        ours = [each for name, each in sides.items() if not name.startswith(("vllm", "deep_gemm"))]
+        if "deep_gemm" in sides and ours and case["tokens"] >= 64:
+            times.setdefault((case["shape"]["name"], case["tokens"]), []).append((sides["deep_gemm"], min(ours)))
+    return {key: sum(a for a, _ in pairs) / sum(b for _, b in pairs) for key, pairs in times.items()}
+
+
+def _ahead_on_half_of_mixtral(found: Any) -> list[float]:
+    ratios = _deep_gemm_over_ours(found)
+    return [min(ratios.values()), *(1 / ratios["mixtral-8x7b-tp2", tokens] for tokens in (4096, 8192))]
+
+
+def _behind_on_half_of_mixtral(found: Any) -> list[float]:
+    ratios = [_deep_gemm_over_ours(found)["mixtral-8x7b-tp2", tokens] for tokens in (64, 128, 256, 512)]
+    return [min(ratios), max(ratios)]
+
+
+def mxfp4_share(record: Any, others: str, most_tokens: int) -> list[float]:
+    """Least and most of the time that the fastest of our MXFP4 kernels takes of another side's at the same tokens."""
+
+    def best(case: Any, names: tuple[str, ...]) -> float:
+        return min(side["median_us"] for name, side in case["sides"].items() if name.startswith(names))
+
+    ours = {case["tokens"]: best(case, ("direct", "grouped")) for case in cases(record, dtype="mxfp4")}
+    if others == "marlin":
+        other = {case["tokens"]: best(case, ("vllm",)) for case in cases(record, dtype="mxfp4")}
+    else:
+        other = {case["tokens"]: best(case, ("direct", "grouped")) for case in cases(record, dtype=others)}
+    shares = [ours[tokens] / other[tokens] for tokens in ours if tokens <= most_tokens]
+    return [min(shares), max(shares)]
+
+
+def _int4_beside_marlin(record: Any, tokens: str) -> list[float]:
+    """Time in us of Marlin's kernels and of the fastest of ours, and how many times as fast: groups of 128 and 32."""
+    row = []
+    for dtype in ("int4_g128", "int4_g32"):
+        (case,) = [each for each in cases(record, dtype=dtype) if each["tokens"] == int(tokens.replace(",", ""))]
+        ours = min(side["median_us"] for name, side in case["sides"].items() if name != "vllm")
+        marlin = case["sides"]["vllm"]["median_us"]
+        row += [marlin, ours, marlin / ours]
+    return row
+
+
+def largest_error(record: Any, *kernels: str) -> float:
+    """Return the largest error in per cent of the norm, of kernels whose names begin so."""
+    (found,) = [run["error_by_tokens"] for run in record["runs"] if "error_by_tokens" in run]
+    return 100 * max(error for of in found.values() for name, error in of.items() if name.startswith(kernels))
+
+
+def _error_of_tiles(record: Any) -> list[float]:
+    (found,) = [run["error_by_variant"] for run in record["runs"] if "error_by_variant" in run]
+    errors = {error for name, error in found.items() if name.startswith("grouped-fp8")}
+    return [100 * error for error in errors]
+
+
+def _decoded(found: Any, label: str) -> list[float]:
+    """Return the largest difference in the bundled and in the deeper model."""
+    mistake = {"right": "", "noise": "noise", "a": "decode: scale"}[label.split(maxsplit=1)[0]]
+    return [
+        max(each["largest"] for each in found["samples"]
+            if (each["model"], each["format"], each["mistake"]) == (model, "bfloat16", mistake))
+        for model in ("tiny-moe", "deep")
+    ]  # fmt: skip
+
+
+def _clean_checks(found: Any) -> list[float]:
+    """Return how many checks found nothing, and of how many servers."""
+    clean = [each for each in found["samples"] if not (each["mistake"] or each["wrong"] or each["off"])]
+    return [len(clean), len({(each["model"], each["format"]) for each in clean})]
+
+
+def _decoded_on_gpu(found: Any) -> list[float]:
+    plain = [each["largest"] for each in found["samples"] if each["format"] == "bfloat16"]
+    return [max(plain), max(each["largest"] for each in found["samples"] if each["format"] != "bfloat16")]
+
+
+CLAIMS = [
+    Table("docs/passes/flash_dmoe.md", "| tokens | product and top-k, vLLM |", "On one H100, after an", 1,
+          ("2026-11-26_h100_gate_topk",), _gate),
+    Table("docs/kernels.md", "| layer | weights | library |", "how many times as fast ours is", 4,
+          ("2026-11-25_h100_peers",), _peer),
+    Table("docs/passes/flash_dmoe.md", "| largest difference", "`--no-decode-check` leaves", 1, (_DECODE_CHECK,),
+          _decoded),
+    Claim("docs/passes/flash_dmoe.md", "no alarm in {36} checks of {12} servers", (_DECODE_H100,), _clean_checks),
+    Claim("docs/passes/flash_dmoe.md", "was {0.49} in BF16 and {0.93} where", (_DECODE_H100,), _decoded_on_gpu),
+    Claim("docs/kernels.md", "{0.41} to {0.94} of the time of vLLM's Marlin", (_MXFP4,),
+          lambda found: mxfp4_share(found, "marlin", 4096)),
+    Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_INT4,), _int4_beside_marlin),
+    Claim("docs/kernels.md", "{0.69} to {0.93} of our FP8 kernels'", (_MXFP4,),
+          lambda found: mxfp4_share(found, "fp8", 1024)),
+    Claim("docs/kernels.md", "up to 1024 and {1.45} at 4096", (_MXFP4,),
+          lambda found: mxfp4_share(found, "fp8", 4096)[1:]),
+    Claim("docs/passes/flash_dmoe.md", "{35.8} us became {30.2} at 1 token and {135.8} became {132.8} at 8",
+          ("2026-11-26_h200_gate_topk",), lambda found: [*_gate_layer(found, "qwen3-30b-a3b", 1),
+                                                         *_gate_layer(found, "qwen3-30b-a3b", 8)]),
+    Claim("docs/passes/flash_dmoe.md", "{39.0} became {32.5}", ("2026-11-26_h200_gate_topk",),
+          lambda found: _gate_layer(found, "qwen3-235b-a22b-tp4", 1)),
+    Claim("docs/kernels.md", "T = 16, 64, 512 | {4.7} %", (_CHECKS,),
+          lambda found: [largest_error(found, "vllm")]),
+    Claim("docs/kernels.md", "| `FP8`, same inputs | {4.4} %", (_CHECKS,),
+          lambda found: [largest_error(found, "grouped-fp8-")]),
+    Claim("docs/kernels.md", "`FP8_WEIGHTS`, same inputs | {0.3} %", (_CHECKS,),
+          lambda found: [largest_error(found, "direct", "grouped-fp8_weights")]),
+    Claim("docs/kernels.md", "T = 700 | {4.41} %", (_CHECKS,), _error_of_tiles),
+    Claim("docs/kernels.md", "| H200 | 3 | {1.02} | nowhere |", ("2026-11-21_h200_fused_experts",),
+          lambda found: [min(_deep_gemm_over_ours(found).values())]),
+    Claim("docs/kernels.md", "| H100 | 10 | {0.86} | a half of Mixtral 8x7B (H = 4096, I = 7168, 8 experts): {1.06}x "
+          "at 4096 tokens, {1.17}x at 8192 |", ("2026-11-22_h100_fused_experts",), _ahead_on_half_of_mixtral),
+    Claim("docs/kernels.md", "It is {1.26} to {1.39} times slower on that layer from 64 to 512 tokens",
+          ("2026-11-22_h100_fused_experts",), _behind_on_half_of_mixtral),
+]  # fmt: skip
