@@ -31,11 +31,12 @@ from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import NOTHING_COMPARED, Entry, TuneResult
-from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
+from moe_optimizer.measure.tune.question import PlannedPass, Question
+from moe_optimizer.measure.tune.search import Found, search
 from moe_optimizer.measure.tune.served import ServedMeasure, planned
 from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.step_budget import TRITON_SHARE
-from moe_optimizer.measure.tune.trial import STOCK, Candidate
+from moe_optimizer.measure.tune.trial import PLAN, STOCK, Candidate
 from moe_optimizer.passes.registry import needed_by
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.json_codec import decode, encode
@@ -86,7 +87,7 @@ class Tuning:
         """
         with messages.held_messages(verbose=self._options.verbose):
             plans = self._plans()
-            plan = plans.plan(Candidate())
+            plan = plans.plan(PLAN)
         if not plan.num_gpus and (self._options.tokens or self._options.folder):
             raise InputError(
                 "--tokens and --folder: are of the Triton kernel, which runs on GPUs", hint="leave them out"
@@ -95,7 +96,7 @@ class Tuning:
         if plan.num_gpus:
             self._tune_triton()
             plans = self._plans()
-            plan = plans.plan(Candidate())
+            plan = plans.plan(PLAN)
         template, question = self._sent_to(plan), self._question(plan, plans)
         journal = self._journal(plans, template, question)
         self._lines.release()
@@ -129,7 +130,7 @@ class Tuning:
 
     def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question) -> Journal:
         workload = template.workload.model_dump() if template.workload else encode(template.trace)
-        served = [plans.side(each, 0).served for each in (Candidate(), STOCK)]
+        served = [plans.side(each, 0).served for each in (PLAN, STOCK)]
         identity = [self._goal.text, served, workload, template.repetitions, question.seed, dict(question.settings)]
         before_s = time.monotonic() - self._begin
         return Journal(self.folder / _MEASURED, budget_s=self._budget_s, identity=identity, before_s=before_s)

@@ -36,7 +36,8 @@ from moe_optimizer.measure.quality.table import render
 from moe_optimizer.measure.quality.tasks import TaskAnswers, answer_tasks, check_tasks, compare_tasks, read_tasks
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
-from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
+from moe_optimizer.measure.tune.question import PlannedPass, Question
+from moe_optimizer.measure.tune.search import Found, search
 from moe_optimizer.measure.tune.served import ServedMeasure
 from moe_optimizer.measure.tune.trial import Candidate
 from moe_optimizer.passes.registry import resolve_wishes

@@ -50,6 +50,8 @@ def words(flag: str, value: str) -> str:
     return f"--no-{flag[2:]}" if value == "false" else f"{flag} {value}".strip()
 
 
+PLAN = Candidate()
+"""The plan as it was made, with everything on that was planned."""
 STOCK = Candidate(stock=True)
 """Stock vLLM: the plugin changes nothing, and the arguments are only the user's."""
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import Entry
-from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
+from moe_optimizer.measure.tune.question import PlannedPass, Question
+from moe_optimizer.measure.tune.search import Found, search
 from moe_optimizer.measure.tune.settings import Settings
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from tests.unit.measure.tune.paper_measure import PaperMeasure
