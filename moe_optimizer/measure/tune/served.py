@@ -163,14 +163,15 @@ class ServedMeasure:
             sides, handling = self._servers(candidate, STOCK)
             with contextlib.ExitStack() as stack:
                 if handling.stays:
-                    begun = [
+                    begun = (
                         stack.enter_context(
                             handling.start(side, run_dir=folder / f"server-{number}", ready_timeout_s=self._timeout_s)
                         )
                         for number, side in enumerate(sides)
-                    ]
+                    )
+                    waits = tuple(begun) if handling.at_once else begun
                     sides = tuple(
-                        dataclasses.replace(side, url=wait().base_url) for side, wait in zip(sides, begun, strict=True)
+                        dataclasses.replace(side, url=wait().base_url) for side, wait in zip(sides, waits, strict=True)
                     )
                 failed, blamed = self._judge(sides[0], sides[1], folder)
             return Outcome(failed_metrics=failed, blamed=blamed)
@@ -192,15 +193,17 @@ class ServedMeasure:
 
     def _servers(self, *candidates: Candidate) -> tuple[tuple[Side, ...], Handling]:
         """Return the sides of candidates, one or two, and how their servers are handled."""
+        # vLLM measures how much of a GPU it takes by what becomes less there: nothing else may start meanwhile.
+        at_once = not planned(self._side_of(candidates[0], 0)).num_gpus
         if not self._keeps(candidates):
             self._pool.close()
             sides = tuple(self._side_of(each, number) for number, each in enumerate(candidates))
-            return sides, Handling(start=starting, at_once=True, stopping=self._stopping)
+            return sides, Handling(start=starting, at_once=at_once, stopping=self._stopping)
         keys = tuple(map(self.identity, candidates))
         slots = self._pool.slots_for(keys)
         sides = tuple(self._side_of(each, slot) for each, slot in zip(candidates, slots, strict=True))
         start = self._pool.start_of(sides, keys, slots)
-        return sides, Handling(start=start, at_once=True, stays=True, stopping=self._stopping)
+        return sides, Handling(start=start, at_once=at_once, stays=True, stopping=self._stopping)
 
     def _keeps(self, candidates: tuple[Candidate, ...]) -> bool:
         """Return whether servers stay up: two fit beside each other, and none gets a prompt twice."""

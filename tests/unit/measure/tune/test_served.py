@@ -23,7 +23,8 @@ from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.served import Judge, ServedMeasure
 from moe_optimizer.measure.tune.trial import STOCK, Candidate
 from moe_optimizer.planner import make_plan
-from tests.builders.machines import cpu_machine
+from moe_optimizer.specs.hardware import HardwareSpec
+from tests.builders.machines import cpu_machine, gpus
 from tests.builders.models import tiny_moe
 from tests.builders.plans import request
 
@@ -47,7 +48,9 @@ def right(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tupl
     return (), ()
 
 
-def served_by(folder: Path, *, budget_s: float, judge: Judge = right) -> ServedMeasure:
+def served_by(
+    folder: Path, *, budget_s: float, judge: Judge = right, machine: HardwareSpec | None = None
+) -> ServedMeasure:
     template = BenchRequest(
         command=(), sides=(), workload_name="x", workload=None, repetitions=2, limits=Limits(),
         folder=folder, tokenizer="x", trust_remote_code=False, ready_timeout_s=1,
@@ -55,7 +58,7 @@ def served_by(folder: Path, *, budget_s: float, judge: Judge = right) -> ServedM
 
     def nobody(candidate: Candidate, number: int) -> Side:
         # Another plan for stock vLLM, so that it is another server.
-        plan = make_plan(request(tiny_moe(), cpu_machine(), batch_size=8 if candidate.stock else 16))
+        plan = make_plan(request(tiny_moe(), machine or cpu_machine(), batch_size=8 if candidate.stock else 16))
         return Side(name="stock" if candidate.stock else "the plan", plan=plan)
 
     return ServedMeasure(
@@ -135,3 +138,18 @@ def test_a_pair_that_was_measured_is_judged_where_it_is_up(
     measure.judged(Candidate())
     assert started == ["the plan", "stock"]
     assert seen == ["http://the plan", "http://stock"]
+
+
+@pytest.mark.parametrize(("machine", "at_once"), [(cpu_machine(), True), (gpus("h100_sxm"), False)])
+def test_on_a_gpu_one_server_is_ready_before_the_next_starts(
+    machine: HardwareSpec, at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[float]
+) -> None:
+    seen: list[bool] = []
+
+    def measured(request: BenchRequest, *, on_step: OnStep, handling: Handling) -> list[Any]:
+        seen.append(handling.at_once)
+        raise ServerFailedError("what comes of it is of no matter here")
+
+    monkeypatch.setattr(served, "measure_sides", measured)
+    served_by(tmp_path, budget_s=100.0, machine=machine).paired(Candidate(), STOCK)
+    assert seen == [at_once]
