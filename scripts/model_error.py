@@ -41,19 +41,24 @@ from tests.builders import qwen3_30b_a3b  # noqa: E402
 
 PAGE = ROOT / "docs" / "model_error.md"
 RECORDS = ROOT / "benchmarks" / "records"
+_FP8 = {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"}
 SIDES = {
     "stock": {},
-    "balanced": {"our_kernels": True},
     "flash_dmoe": {"our_kernels": True},
-    "fp8": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"},
-    "fp8 again": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"},
+    "fp8": _FP8,
+    "fp8 again": _FP8,
     "marlin": {"expert_bits": 4.125, "linear_bits": 4.125, "weights": ""},
     "four_bit+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4", "our_kernels": True},
     "four_bit+fp8+flash_dmoe": {"expert_bits": 4.25, "linear_bits": 8, "weights": "mxfp4", "our_kernels": True},
-    "fp8+flash_dmoe": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True},
-    "conservative": {},
-    "aggressive": {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block", "our_kernels": True, "kv_bits": 8},
-}
+    "fp8+flash_dmoe": {**_FP8, "our_kernels": True},
+    "four_bit+fp8+flash_dmoe+kv_cache": {
+        "expert_bits": 4.25, "linear_bits": 8, "weights": "mxfp4", "our_kernels": True, "kv_bits": 8,
+    },
+    "fp8+flash_dmoe+kv_cache": {**_FP8, "our_kernels": True, "kv_bits": 8},
+}  # fmt: skip
+"""What a server holds, as the model is asked, by the passes that decide it."""
+_SAME = {"stock vLLM": "stock", "balanced": "flash_dmoe"}
+"""Of sides whose records do not name their passes."""
 QWEN3_30B = "qwen3_moe"
 _TRIAL = "an independent trial"
 LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
@@ -68,16 +73,17 @@ PAIRS = {
     "stock": {
         "flash_dmoe": "flash_dmoe",
         "fp8": "fp8",
-        "balanced": "flash_dmoe",
         "fp8+flash_dmoe": "fp8 and flash_dmoe",
+        "fp8+flash_dmoe+kv_cache": "fp8, flash_dmoe and kv_cache",
     },
     "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
     "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
+    "fp8+flash_dmoe": {"fp8+flash_dmoe+kv_cache": "kv_cache", "four_bit+flash_dmoe": "four_bit instead of fp8"},
     "slices": {"experts": _EXPERTS, "replicas": _REPLICAS},
     "tp2": {"tp2ep": _EXPERTS, "tp1x2": _REPLICAS, "tp1dp2ep": "parallelism: copies with experts instead of slices"},
 }
-"""Side without a pass -> sides of the same record with it -> the pass. The passes that `balanced` adds beside our
-kernel change nothing that the model holds.
+"""What a server holds without a pass -> what servers of the same record hold with it -> the pass. Other passes change
+nothing that the model holds.
 """
 _HEAD = """# How wrong the predictions are
 
@@ -100,6 +106,8 @@ class Load:
 
     record: str
     side: str
+    holds: str
+    """Key of `SIDES`, or a layout."""
     layout: str
     clients: int
     requests: int
@@ -189,10 +197,10 @@ def above(found: list[Case], most: float) -> list[str]:
 
 def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
     """Return what each pass was measured and predicted to gain, wherever a record has the side without it too."""
-    sides = {(case.load.record, case.load.side, case.load.clients): case for case in found}
+    sides = {(case.load.record, case.load.holds, case.load.clients): case for case in found}
     groups: dict[str, list[PassCase]] = {}
     for (record, side, clients), base in sides.items():
-        for other, name in PAIRS.get(side.removesuffix(" vLLM"), {}).items():
+        for other, name in PAIRS.get(side, {}).items():
             case = sides.get((record, other, clients))
             if case is not None:
                 predicted = base.prediction.tpot_ms / case.prediction.tpot_ms
@@ -208,8 +216,8 @@ def cases() -> Iterator[Case]:
 
 TRIAL = [
     Load(
-        record=_TRIAL, side=side, layout="tp1", clients=clients, requests=clients, input_tokens=512, output_tokens=128,
-        tpot_ms=tpot_ms, tokens_per_s=None, why_no_rate="not published",
+        record=_TRIAL, side=side, holds=side, layout="tp1", clients=clients, requests=clients, input_tokens=512,
+        output_tokens=128, tpot_ms=tpot_ms, tokens_per_s=None, why_no_rate="not published",
     )
     for side, found in {
         "stock": {1: 4.69, 16: 16.51, 64: 26.06, 256: 40.03},
@@ -227,32 +235,53 @@ def served_loads() -> Iterator[Load]:
         if "layouts" in record and "workload" in record:
             lengths = (record["workload"]["input_tokens"], record["workload"]["output_tokens"])
             for layout, found in record["layouts"].items():
-                loads = (_bench_load(path.stem, layout, layout, load, lengths) for load in found["loads"])
+                loads = (
+                    _bench_load(path.stem, layout, load, lengths, holds=layout, layout=layout)
+                    for load in found["loads"]
+                )
                 yield from (dataclasses.replace(load, model=record.get("model", QWEN3_30B)) for load in loads)
         elif not path.stem.endswith(("served", "layouts")):
             continue
         elif isinstance(record["sides"], list):
-            lengths = (record["workload"]["prompt_tokens"], record["workload"]["output_tokens"])
             for side in record["sides"]:
-                yield from (_bench_load(path.stem, side["name"], "tp1", load, lengths) for load in side["loads"])
+                holds, closed = _held(side), [load for load in side["loads"] if load["clients"] is not None]
+                for load in closed:
+                    lengths = _lengths(record["workload"], load)
+                    yield _bench_load(path.stem, side["name"], load, lengths, holds=holds, layout="tp1")
         else:
             for name, side in record["sides"].items():
                 layout = LAYOUTS.get(name, "tp2" if "_x2_" in path.name else "tp1")
                 for clients, load in side["loads"].items():
                     yield Load(
-                        record=path.stem, side=name, layout=layout, clients=int(clients), requests=load["requests"],
-                        input_tokens=record["prompt_tokens"], output_tokens=record["output_tokens"],
-                        tpot_ms=load["tpot_ms_median"], tokens_per_s=load["output_tokens_per_s"],
-                        why_no_rate=_not_warm(load),
+                        record=path.stem, side=name, holds=name, layout=layout, clients=int(clients),
+                        requests=load["requests"], input_tokens=record["prompt_tokens"],
+                        output_tokens=record["output_tokens"], tpot_ms=load["tpot_ms_median"],
+                        tokens_per_s=load["output_tokens_per_s"], why_no_rate=_not_warm(load),
                     )  # fmt: skip
 
 
-def _bench_load(record: str, side: str, layout: str, load: Any, lengths: tuple[int, int]) -> Load:
+def _held(side: Any) -> str:
+    """Return which of `SIDES` a side of a record is."""
+    name = _SAME.get(side["name"], side["name"])
+    if name in SIDES:
+        return name
+    return "+".join(each for each in ("four_bit", "fp8", "flash_dmoe", "kv_cache") if each in side["passes"]) or "stock"
+
+
+def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, holds: str, layout: str) -> Load:
     return Load(
-        record=record, side=side, layout=layout, clients=load["clients"], requests=load["completed"] // load["rounds"],
-        input_tokens=lengths[0], output_tokens=lengths[1], tpot_ms=load["tpot_ms"]["median"],
-        tokens_per_s=load["output_tokens_per_s"],
+        record=record, side=side, holds=holds, layout=layout, clients=load["clients"],
+        requests=load["completed"] // load["rounds"], input_tokens=lengths[0], output_tokens=lengths[1],
+        tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
     )  # fmt: skip
+
+
+def _lengths(workload: Any, load: Any) -> tuple[int, int]:
+    """Return tokens of a prompt and of an answer, on average; a record of `moe-optimizer bench` names its workload."""
+    if isinstance(workload, dict):
+        return workload["prompt_tokens"], workload["output_tokens"]
+    output = load["output_tokens_per_s"] / load["requests_per_s"]
+    return round(load["total_tokens_per_s"] / load["requests_per_s"] - output), round(output)
 
 
 def _not_warm(load: Any) -> str:
@@ -281,7 +310,7 @@ def predicted(load: Load) -> Case:
 
 def _question(load: Load) -> LayoutQuestion:
     gpu = load_catalog_entry("h200" if "_h200_" in load.record else "h100_sxm").gpu
-    fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES.get(load.side, {})}
+    fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES.get(load.holds, {})}
     kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
         model=_model(load.model), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,

@@ -67,3 +67,26 @@ def test_a_record_of_layouts_is_predicted_for_its_own_model_and_layout(tmp_path,
     assert (copies.layout.data_parallel_size, copies.layout.expert_parallel) == (2, True)
     gains = model_error.by_pass(list(found.values()))
     assert len(gains["parallelism: copies with experts instead of slices"]) == 2
+
+
+def test_a_record_that_bench_made_is_read_as_it_was_kept(tmp_path, monkeypatch):
+    load = {
+        "clients": 16, "rate": None, "completed": 96, "rounds": 3, "tpot_ms": {"median": 15.0},
+        "output_tokens_per_s": 900.0, "total_tokens_per_s": 4500.0, "requests_per_s": 7.03,
+    }  # fmt: skip
+    passes = {
+        "stock": [],
+        "single_h100": ["flash_dmoe", "expert_load"],
+        "throughput": ["fp8", "flash_dmoe", "kv_cache"],
+    }
+    sides = [{"name": name, "passes": each, "loads": [load]} for name, each in passes.items()]
+    sides[0]["loads"].append(load | {"clients": None, "rate": 2.0})
+    record = {"workload": "served.yaml", "sides": sides}
+    (tmp_path / "2026-11-26_h200_single_h100_served.json").write_text(json.dumps(record))
+    monkeypatch.setattr(model_error, "RECORDS", tmp_path)
+    found = {case.load.side: case for case in model_error.cases() if case.load.layout and "served" in case.load.record}
+    assert set(found) == set(passes)
+    assert {(each.load.input_tokens, each.load.output_tokens) for each in found.values()} == {(512, 128)}
+    times = [found[name].prediction.tpot_ms for name in ("throughput", "single_h100", "stock")]
+    assert times == sorted(times)
+    assert {"flash_dmoe", "fp8, flash_dmoe and kv_cache"} <= set(model_error.by_pass(list(found.values())))
