@@ -70,7 +70,12 @@ class Ablation:
             self._done.note("ablation", planned.name, kept=planned.is_on, reason=why, **facts)
             return planned.is_on
         ours, theirs = (PLAN, changed) if planned.is_on else (changed, PLAN)
-        if why := self._done.why_no_time(ABLATION, of=ours, next_waits=self._settings_wait):
+        if planned.is_on and self._done.same(changed, STOCK):
+            theirs = STOCK
+        # The whole plan was compared with stock vLLM: that takes no time.
+        known = theirs is STOCK
+        why = "" if known else self._done.why_no_time(ABLATION, of=ours, next_waits=self._settings_wait)
+        if why:
             shown = "is faster than stock vLLM" if whole_won else "showed no gain"
             reason = f"not measured alone; the plan with it {shown}; {why}" if planned.is_on else f"not tried: {why}"
             self._done.note("ablation", planned.name, kept=whole_won, reason=reason, **facts)

@@ -28,6 +28,8 @@ _RELATIVE = {"paired": 1.0, "ablated": 1.0, "alone": 0.5, "judged": 0.5}
 """Times of measurements that were not made yet, relative to one that was. A pair starts two servers at most, or two for
 each repetition where they do not fit beside each other; a judgement asks the pair before it, or starts two once.
 """
+_NAMES = {"ablated": "paired"}
+"""Kinds that are measured as another: they have its name, so that the same two servers are compared once."""
 _CUT = ".cut"
 _BEFORE = "before.seconds"
 
@@ -151,7 +153,7 @@ class Journal:
 
 
 def _name(kind: str, what: tuple[str, ...]) -> str:
-    return f"{kind}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}"
+    return f"{_NAMES.get(kind, kind)}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}"
 
 
 def _read_seconds(path: Path) -> float:

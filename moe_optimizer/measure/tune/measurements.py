@@ -113,9 +113,9 @@ class Measurements:
         outcome = self._journal.measured(kind, what, measure)
         self._under_way = None
         self.last_failure = outcome.failed or self.last_failure
-        if (kind, *what) in self._counted:
+        if what in self._counted:
             return dataclasses.replace(outcome, seconds=0.0)
-        self._counted.add((kind, *what))
+        self._counted.add(what)
         return outcome
 
     # Telling

@@ -64,6 +64,12 @@ def test_what_was_measured_before_counts_once_and_is_not_measured_again(tmp_path
     assert (first.seconds, again.spent_s) == (60, 60)
 
 
+def test_two_servers_are_compared_once_whatever_for(tmp_path: Path, clock: Clock) -> None:
+    journal = Journal(tmp_path, budget_s=100)
+    first = journal.measured("paired", ("a", "b"), clock.takes(60))
+    assert journal.measured("ablated", ("a", "b"), nobody) == first
+
+
 def test_measurements_of_something_else_are_refused(tmp_path: Path) -> None:
     Journal(tmp_path, budget_s=1, identity="one")
     with pytest.raises(InputError, match="--run-dir"):

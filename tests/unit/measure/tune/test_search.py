@@ -100,6 +100,17 @@ def test_a_pass_that_the_requests_cannot_judge_is_not_measured_alone_and_its_lin
     assert (line.kept, line.reason, line.verdict) == (True, "cannot tell", None)
 
 
+def test_the_only_pass_is_judged_by_what_the_plan_gains_over_stock_vllm() -> None:
+    world = PaperMeasure(passes={"good": 1.5}, seconds=10.0)
+    # It lasts for one pair.
+    found = found_by(world, budget_s=12)
+    assert [each.partition(" ")[0] for each in world.asked] == ["paired"]
+    whole, alone = (entry(found, step, what) for step, what in (("plan", "the plan"), ("ablation", "good")))
+    assert (alone.verdict, alone.ratio, alone.against) == ("faster", whole.ratio, "stock vLLM")
+    assert (whole.seconds, alone.seconds) == (10.0, 0.0)
+    assert found.candidate == Candidate()
+
+
 def test_a_pass_that_harms_is_off_and_one_that_wins_stays() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5, "bad": 0.8}))
     assert found.candidate == Candidate(off=frozenset({"bad"}))
@@ -281,8 +292,8 @@ def test_limits_that_are_kept_are_met() -> None:
 
 def test_a_measurement_that_two_lines_of_the_ledger_rest_on_takes_its_time_once() -> None:
     found = found_by(PaperMeasure(passes={"a": 1.5}, changing=frozenset("a"), seconds=10.0))
-    against_stock = [each for each in found.entries if each.against == "stock vLLM"]
-    assert [(each.step, each.seconds) for each in against_stock] == [("plan", 10.0), ("result", 0.0)]
+    against_stock = [(each.step, each.seconds) for each in found.entries if each.against == "stock vLLM"]
+    assert against_stock == [("plan", 10.0), ("ablation", 0.0), ("result", 0.0)]
 
 
 def test_a_measurement_that_was_cut_off_takes_its_time_in_the_ledger() -> None:
