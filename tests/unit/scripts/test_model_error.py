@@ -5,12 +5,12 @@ import statistics
 
 import pytest
 
-from scripts import model_error
+from scripts import measured_loads, model_error, predicted_loads
 
 
 @pytest.fixture(scope="module")
 def cases():
-    return list(model_error.cases())
+    return list(predicted_loads.cases())
 
 
 def test_the_page_is_of_the_records_and_of_this_model(cases):
@@ -45,28 +45,85 @@ def test_a_limit_on_the_error_fails_and_names_what_is_further_off(cases, capsys,
 def test_what_a_pass_gains_is_compared_with_the_same_load_without_it(cases):
     sides = {(case.load.record, case.load.side, case.load.clients): case for case in cases}
     base, fp8 = (sides["2026-11-21_h200_served", side, 8] for side in ("stock", "fp8"))
-    assert base.load.tpot_ms / fp8.load.tpot_ms in [each.measured for each in model_error.by_pass(cases)["fp8"]]
+    assert base.load.tpot_ms / fp8.load.tpot_ms in [each.measured for each in predicted_loads.by_pass(cases)["fp8"]]
 
 
-def test_a_record_of_layouts_is_predicted_for_its_own_model_and_layout(tmp_path, monkeypatch):
-    load = {
-        "clients": 16, "completed": 32, "rounds": 2, "tpot_ms": {"median": 20.0}, "output_tokens_per_s": 700.0,
-    }  # fmt: skip
-    record = {
-        "workload": {"input_tokens": 512, "output_tokens": 128},
-        "layouts": {layout: {"loads": [load]} for layout in ("tp2", "tp1dp2ep")},
+FOUR = {"tp4": 2000.0, "tp1x4": 1700.0, "tp2x2": 1900.0, "tp1dp4ep": 1600.0, "tp4ep": 1500.0}
+"""Layout -> tokens/s with one client for each of its records' 16."""
+
+
+def layouts_record(layouts: dict[str, float], **fields: str) -> dict[str, object]:
+    """Return a record as benchmarks/serving/bench_layouts.py writes it."""
+
+    def load(clients: int, rate: float) -> dict[str, object]:
+        return {
+            "clients": clients, "completed": 2 * clients, "rounds": 2, "tpot_ms": {"median": 1e3 * clients / rate},
+            "output_tokens_per_s": rate,
+        }  # fmt: skip
+
+    found = {
+        name: {"wall_s": 200.0, "starts": [], "loads": [load(clients, rate * clients / 16) for clients in (16, 512)]}
+        for name, rate in layouts.items()
     }
-    for name, model in (("qwen", {}), ("mixtral", {"model": "mixtral"})):
-        (tmp_path / f"2026-11-25_h100_x2_{name}.json").write_text(json.dumps(record | model))
-    monkeypatch.setattr(model_error, "RECORDS", tmp_path)
-    found = {(case.load.record, case.load.layout): case for case in model_error.cases()}
-    mixtral, qwen = (found[f"2026-11-25_h100_x2_{name}", "tp2"] for name in ("mixtral", "qwen"))
+    return {"workload": {"input_tokens": 512, "output_tokens": 128}, "layouts": found, **fields}
+
+
+@pytest.fixture
+def of_records(tmp_path, monkeypatch):
+    """Return a function that writes records and returns their cases."""
+    monkeypatch.setattr(measured_loads, "RECORDS", tmp_path)
+
+    def written(**records):
+        for name, record in records.items():
+            (tmp_path / f"2026-11-25_{name}.json").write_text(json.dumps(record))
+        found = predicted_loads.cases()
+        return {(case.load.record[len("2026-11-25_") :], case.load.layout, case.load.clients): case for case in found}
+
+    return written
+
+
+def test_a_record_of_layouts_is_predicted_for_its_own_model_and_layout(of_records):
+    two = {"tp2": 700.0, "tp1dp2ep": 600.0}
+    found = of_records(h100_x2_qwen=layouts_record(two), h100_x2_mixtral=layouts_record(two, model="mixtral"))
+    mixtral, qwen = (found[f"h100_x2_{name}", "tp2", 16] for name in ("mixtral", "qwen"))
     # 12.9 billion parameters are used by a token, against 3.3: far more bytes for each step.
     assert mixtral.prediction.tpot_ms > 1.5 * qwen.prediction.tpot_ms
-    copies = found["2026-11-25_h100_x2_mixtral", "tp1dp2ep"].prediction
+    copies = found["h100_x2_mixtral", "tp1dp2ep", 16].prediction
     assert (copies.layout.data_parallel_size, copies.layout.expert_parallel) == (2, True)
-    gains = model_error.by_pass(list(found.values()))
-    assert len(gains["parallelism: copies with experts instead of slices"]) == 2
+    gains = predicted_loads.by_pass(list(found.values()))
+    assert len(gains["parallelism: copies with experts instead of slices"]) == 4
+
+
+def test_layouts_of_four_gpus_are_judged_each_and_by_what_is_chosen_of_them(of_records):
+    found = of_records(h200_x4_layouts=layouts_record(FOUR, model="qwen3_moe"))
+    for layout in FOUR:
+        case = found["h200_x4_layouts", layout, 512]
+        assert case.prediction.layout.num_devices == 4
+        assert case.rate_error is not None
+    gains = predicted_loads.by_pass(list(found.values()))
+    assert {name: len(group) for name, group in gains.items() if "instead of slices" in name} == {
+        "parallelism: copies with experts instead of slices": 2,
+        "parallelism: experts instead of slices": 2,
+        "replicas instead of slices": 4,
+    }
+    choices = predicted_loads.choices(list(found.values()))
+    assert {(each.goal, each.chosen.load.clients) for each in choices} == {
+        (goal, clients) for goal in ("throughput", "latency") for clients in (16, 512)
+    }
+    for each in choices:
+        assert each.best.load.layout == "tp4"
+        share = FOUR[each.chosen.load.layout] / FOUR["tp4"]
+        assert each.ratio == pytest.approx(share if each.goal == "throughput" else 1 / share)
+
+
+def test_layouts_that_failed_are_no_cases_and_a_like_model_of_two_gpus_is_read(of_records):
+    record = layouts_record({"tp2": 900.0, "tp2ep": 800.0}, model="deepseek_v2", profile="balanced")
+    record["layouts"]["tp1x2"] = {"error": "longer than 260 s", "log": {}, "loads": []}
+    found = of_records(h100_x2_deepseek=record)
+    assert {layout for _, layout, _ in found if layout != "tp1"} == {"tp2", "tp2ep"}
+    case = found["h100_x2_deepseek", "tp2", 16]
+    assert case.load.side == "balanced"
+    assert "deepseek_v2" in model_error.page(list(found.values()))
 
 
 def test_a_record_that_bench_made_is_read_as_it_was_kept(tmp_path, monkeypatch):
@@ -83,10 +140,25 @@ def test_a_record_that_bench_made_is_read_as_it_was_kept(tmp_path, monkeypatch):
     sides[0]["loads"].append(load | {"clients": None, "rate": 2.0})
     record = {"workload": "served.yaml", "sides": sides}
     (tmp_path / "2026-11-26_h200_single_h100_served.json").write_text(json.dumps(record))
-    monkeypatch.setattr(model_error, "RECORDS", tmp_path)
-    found = {case.load.side: case for case in model_error.cases() if case.load.layout and "served" in case.load.record}
+    monkeypatch.setattr(measured_loads, "RECORDS", tmp_path)
+    found = {case.load.side: case for case in predicted_loads.cases() if "served" in case.load.record}
     assert set(found) == set(passes)
     assert {(each.load.input_tokens, each.load.output_tokens) for each in found.values()} == {(512, 128)}
     times = [found[name].prediction.tpot_ms for name in ("throughput", "single_h100", "stock")]
     assert times == sorted(times)
-    assert {"flash_dmoe", "fp8, flash_dmoe and kv_cache"} <= set(model_error.by_pass(list(found.values())))
+    gains = predicted_loads.by_pass(list(found.values()))
+    assert {"flash_dmoe", "fp8, flash_dmoe and kv_cache"} <= set(gains)
+
+
+FAR = 0.05
+"""What the chosen layout may have less than the best that was measured."""
+
+
+def test_of_layouts_that_were_measured_on_four_gpus_the_best_or_nearly_so_is_chosen(cases):
+    of_four = [
+        each for each in predicted_loads.choices(cases)
+        if each.chosen.prediction.layout.num_devices == 4 and each.chosen.load.clients in (16, 512)
+    ]  # fmt: skip
+    for each in of_four:
+        ratio = each.ratio if each.goal == "throughput" else 1 / each.ratio
+        assert ratio >= 1 - FAR, (each.goal, each.chosen.load, each.best.load)

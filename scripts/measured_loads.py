@@ -1,0 +1,122 @@
+"""Reads what the records measured of served models: every load, with the layout and the model that it was of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
+QWEN3_30B = "qwen3_moe"
+SETTLED = 0.05
+"""As in benchmarks/serving/closed_loop.py: what tokens/s may rise from one round to the next of a warm server."""
+_LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
+_SAME = {"stock vLLM": "stock", "conservative": "stock", "balanced": "flash_dmoe"}
+"""Names of sides whose records do not name their passes."""
+_DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
+_TRIAL = "an independent trial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load of one record, as it was measured."""
+
+    record: str
+    side: str
+    """As the record calls it."""
+    holds: str
+    """The passes that decide what the server holds: a key of `predicted_loads.SIDES`."""
+    layout: str
+    clients: int
+    requests: int
+    """Of one round."""
+    input_tokens: int
+    output_tokens: int
+    tpot_ms: float
+    tokens_per_s: float | None
+    why_no_rate: str = ""
+    """Why the rate is not judged."""
+    model: str = QWEN3_30B
+    """A published configuration (tests/data/model_configs)."""
+
+
+def served_loads() -> Iterator[Load]:
+    """Yield every load of the served records."""
+    for path in sorted(RECORDS.glob("*_h*_*.json")):
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        if "layouts" in record and "workload" in record:
+            lengths = (record["workload"]["input_tokens"], record["workload"]["output_tokens"])
+            side, model = record.get("profile", "stock"), record.get("model", QWEN3_30B)
+            holds = _SAME.get(side, side)
+            for layout, found in record["layouts"].items():
+                loads = (
+                    _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout) for load in found["loads"]
+                )
+                yield from (dataclasses.replace(load, model=model) for load in loads)
+        elif not path.stem.endswith(("served", "layouts")):
+            continue
+        elif isinstance(record["sides"], list):
+            for side in record["sides"]:
+                holds, closed = _held(side), [load for load in side["loads"] if load["clients"] is not None]
+                for load in closed:
+                    lengths = _lengths(record["workload"], load)
+                    yield _bench_load(path.stem, side["name"], load, lengths, holds=holds, layout="tp1")
+        else:
+            for name, side in record["sides"].items():
+                layout = _LAYOUTS.get(name, "tp2" if "_x2_" in path.name else "tp1")
+                served = "stock" if name in _LAYOUTS else name
+                for clients, load in side["loads"].items():
+                    yield Load(
+                        record=path.stem, side=served, holds=_SAME.get(served, served), layout=layout,
+                        clients=int(clients), requests=load["requests"], input_tokens=record["prompt_tokens"],
+                        output_tokens=record["output_tokens"], tpot_ms=load["tpot_ms_median"],
+                        tokens_per_s=load["output_tokens_per_s"], why_no_rate=_not_warm(load),
+                    )  # fmt: skip
+
+
+def _held(side: Any) -> str:
+    """Return what a side of a record holds, by its name or its passes."""
+    if side["name"] in _SAME or "passes" not in side:
+        return _SAME.get(side["name"], side["name"])
+    return "+".join(each for each in _DECIDING if each in side["passes"]) or "stock"
+
+
+def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, holds: str, layout: str) -> Load:
+    return Load(
+        record=record, side=side, holds=holds, layout=layout, clients=load["clients"],
+        requests=load["completed"] // load["rounds"], input_tokens=lengths[0], output_tokens=lengths[1],
+        tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
+    )  # fmt: skip
+
+
+def _lengths(workload: Any, load: Any) -> tuple[int, int]:
+    """Return tokens of a prompt and of an answer, on average; a record of `moe-optimizer bench` names its workload."""
+    if isinstance(workload, dict):
+        return workload["prompt_tokens"], workload["output_tokens"]
+    output = load["output_tokens_per_s"] / load["requests_per_s"]
+    return round(load["total_tokens_per_s"] / load["requests_per_s"] - output), round(output)
+
+
+def _not_warm(load: Any) -> str:
+    """Return why the rate of a loop may be one of compilation too."""
+    before = load.get("uncounted_tokens_per_s")
+    if before is None:
+        return "no round before it is recorded"
+    return "the round before it was faster" if before[-1] > load["output_tokens_per_s"] * (1 + SETTLED) else ""
+
+
+TRIAL = [
+    Load(
+        record=_TRIAL, side=side, holds=side, layout="tp1", clients=clients, requests=clients, input_tokens=512,
+        output_tokens=128, tpot_ms=tpot_ms, tokens_per_s=None, why_no_rate="not published",
+    )
+    for side, found in {
+        "stock": {1: 4.69, 16: 16.51, 64: 26.06, 256: 40.03},
+        "marlin": {1: 4.39, 16: 8.19, 64: 11.61},
+    }.items()
+    for clients, tpot_ms in found.items()
+]  # fmt: skip
+"""What others measured on one H100."""

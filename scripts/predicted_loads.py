@@ -1,0 +1,219 @@
+"""Predicts every load that the records measured, and compares: case by case, pass by pass, layout by layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
+from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
+from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
+from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
+from moe_optimizer.layouts.search import Goal, order  # noqa: E402
+from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
+from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
+from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
+from moe_optimizer.specs.model import ModelSpec  # noqa: E402
+from scripts.measured_loads import QWEN3_30B, TRIAL, Load, served_loads  # noqa: E402
+from tests.builders import qwen3_30b_a3b  # noqa: E402
+
+_FP8 = {"expert_bits": 8, "linear_bits": 8, "weights": "fp8_block"}
+_FOUR_BIT = {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4", "our_kernels": True}
+SIDES = {
+    "stock": {},
+    "flash_dmoe": {"our_kernels": True},
+    "fp8": _FP8,
+    "fp8 again": _FP8,
+    "marlin": {"expert_bits": 4.125, "linear_bits": 4.125, "weights": ""},
+    "fp8+flash_dmoe": {**_FP8, "our_kernels": True},
+    "fp8+flash_dmoe+kv_cache": {**_FP8, "our_kernels": True, "kv_bits": 8},
+    "four_bit+flash_dmoe": _FOUR_BIT,
+    "four_bit+flash_dmoe+kv_cache": {**_FOUR_BIT, "kv_bits": 8},
+    "four_bit+fp8+flash_dmoe": {**_FOUR_BIT, "linear_bits": 8},
+    "four_bit+fp8+flash_dmoe+kv_cache": {**_FOUR_BIT, "linear_bits": 8, "kv_bits": 8},
+}
+"""What a server holds, as the model is asked, by the passes that decide it."""
+FITTED = {
+    ("2026-11-22_h100_served", "stock", "tp1", 1): "REQUEST_US",
+}
+"""Cases that a constant was read from; the errors of all others are of predictions."""
+PAIRS = {
+    "stock": {
+        "flash_dmoe": "flash_dmoe",
+        "fp8": "fp8",
+        "fp8+flash_dmoe": "fp8 and flash_dmoe",
+        "fp8+flash_dmoe+kv_cache": "fp8, flash_dmoe and kv_cache",
+        "four_bit+flash_dmoe+kv_cache": "four_bit, flash_dmoe and kv_cache",
+    },
+    "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
+    "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
+    "fp8+flash_dmoe": {"fp8+flash_dmoe+kv_cache": "kv_cache", "four_bit+flash_dmoe": "four_bit instead of fp8"},
+}
+"""What a server holds without a pass -> what servers of the same record hold with it -> the pass. Other passes change
+nothing that the model holds.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One load of one record beside its prediction."""
+
+    load: Load
+    prediction: Prediction
+    rate: float
+    """Predicted tokens/s of the run as it was, from its first request to its last."""
+
+    @property
+    def fitted(self) -> bool:
+        """Whether a constant was read from it."""
+        return (self.load.record, self.load.side, self.load.layout, self.load.clients) in FITTED
+
+    @property
+    def tpot_error(self) -> float:
+        """Of the time per output token."""
+        return self.prediction.tpot_ms / self.load.tpot_ms - 1
+
+    @property
+    def rate_error(self) -> float | None:
+        """Of the tokens a second; None: not judged."""
+        measured = None if self.load.why_no_rate else self.load.tokens_per_s
+        return None if measured is None else self.rate / measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCase:
+    """What one pass gains in time per output token under one load: above 1 is better."""
+
+    name: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChoice:
+    """What is chosen, and what was measured to be best, of the layouts of one record under one load."""
+
+    goal: Goal
+    chosen: Case
+    best: Case
+
+    @property
+    def ratio(self) -> float:
+        """Measured of the chosen one over that of the best: tokens/s, or time per output token."""
+        if self.goal == "latency":
+            return self.chosen.load.tpot_ms / self.best.load.tpot_ms
+        return (self.chosen.load.tokens_per_s or 0.0) / (self.best.load.tokens_per_s or 1.0)
+
+
+def cases() -> Iterator[Case]:
+    """Yield every load of the served records, each with its prediction."""
+    yield from map(predicted, [*served_loads(), *TRIAL])
+
+
+def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
+    """Return what each pass was measured and predicted to gain, wherever a record has the side without it too."""
+    groups: dict[str, list[PassCase]] = {}
+    for base in found:
+        for case in found:
+            name = _pass_between(base.load, case.load)
+            if name:
+                predicted = base.prediction.tpot_ms / case.prediction.tpot_ms
+                one = PassCase(name=name, measured=base.load.tpot_ms / case.load.tpot_ms, predicted=predicted)
+                groups.setdefault(name, []).append(one)
+    return dict(sorted(groups.items()))
+
+
+def _pass_between(base: Load, load: Load) -> str:
+    """Return the pass that one load has and another one of the same record, all else equal, has not; "": none."""
+    if (base.record, base.clients) != (load.record, load.clients):
+        return ""
+    if base.layout == load.layout:
+        return PAIRS.get(base.holds, {}).get(load.holds, "")
+    slices, other = parse_layout(base.layout), parse_layout(load.layout)
+    plain = Layout(tensor_parallel_size=slices.num_devices)
+    if base.side != load.side or slices != plain or other.num_devices != slices.num_devices:
+        return ""
+    if other.replicas > 1:
+        return "replicas instead of slices"
+    copies = "copies with " if other.data_parallel_size > 1 else ""
+    return f"parallelism: {copies}experts instead of slices" if other.expert_parallel else ""
+
+
+def choices(found: list[Case]) -> list[LayoutChoice]:
+    """Return how well is chosen wherever a record measured several layouts of as many GPUs."""
+    groups: dict[tuple[str, str, int, int], list[Case]] = {}
+    for case in found:
+        load, gpus = case.load, case.prediction.layout.num_devices
+        groups.setdefault((load.record, load.side, gpus, load.clients), []).append(case)
+    chosen = []
+    for group in groups.values():
+        judged = [case for case in group if case.rate_error is not None]
+        for goal, known in (("throughput", judged), ("latency", group)):
+            if len(known) > 1:
+                first = min(known, key=lambda case: order(case.prediction, goal))
+                best = max(known, key=lambda case: _score(case.load, goal))
+                chosen.append(LayoutChoice(goal=goal, chosen=first, best=best))
+    return chosen
+
+
+def _score(load: Load, goal: str) -> float:
+    return 1 / load.tpot_ms if goal == "latency" else load.tokens_per_s or 0.0
+
+
+def predicted(load: Load) -> Case:
+    """Return a load beside its prediction."""
+    question, layout = _question(load), parse_layout(load.layout)
+    memory = memory_of(question, layout)
+    prediction = predict(question, layout, memory)
+
+    def wave_s(clients: int) -> float:
+        served = predict(dataclasses.replace(question, clients=clients), layout, memory)
+        return clients * load.output_tokens / served.tokens_per_s
+
+    places = min(load.clients, prediction.running * layout.replicas * layout.data_parallel_size)
+    waves, rest = divmod(load.requests, places)
+    wall_s = waves * wave_s(places) + (wave_s(rest) if rest else 0.0)
+    return Case(load=load, prediction=prediction, rate=load.requests * load.output_tokens / wall_s)
+
+
+def _question(load: Load) -> LayoutQuestion:
+    gpu = load_catalog_entry("h200" if "_h200_" in load.record else "h100_sxm").gpu
+    fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES[load.holds]}
+    kv_bits = fields.pop("kv_bits", 16)
+    memory = MemoryRequest(
+        model=_model(load.model), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
+        max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=load.input_tokens + load.output_tokens,
+        expert_bits=fields["expert_bits"], linear_bits=fields["linear_bits"], kv_bits=kv_bits,
+    )  # fmt: skip
+    files = sorted(shipped_dir().glob("*.json"))
+    return LayoutQuestion(
+        memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
+        input_tokens=load.input_tokens, output_tokens=load.output_tokens, max_running=1024, even_routing=True,
+        speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
+    )  # fmt: skip
+
+
+@cache
+def _model(name: str) -> ModelSpec:
+    """Return a published model as it is inspected."""
+    if name == QWEN3_30B:
+        return qwen3_30b_a3b()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "tests" / "data" / "model_configs" / f"{name}.json", Path(folder) / "config.json")
+        return ModelInspector().inspect(Path(folder))
