@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from typing import Any
 
 import pytest
 
@@ -52,10 +53,10 @@ FOUR = {"tp4": 2000.0, "tp1x4": 1700.0, "tp2x2": 1900.0, "tp1dp4ep": 1600.0, "tp
 """Layout -> tokens/s with one client for each of its records' 16."""
 
 
-def layouts_record(layouts: dict[str, float], **fields: str) -> dict[str, object]:
+def layouts_record(layouts: dict[str, float], **fields: str) -> dict[str, Any]:
     """Return a record as benchmarks/serving/bench_layouts.py writes it."""
 
-    def load(clients: int, rate: float) -> dict[str, object]:
+    def load(clients: int, rate: float) -> dict[str, Any]:
         return {
             "clients": clients, "completed": 2 * clients, "rounds": 2, "tpot_ms": {"median": 1e3 * clients / rate},
             "output_tokens_per_s": rate,
