@@ -1,4 +1,7 @@
-"""Renders the choice of a layout for people: a table of the five best with a bar each, and the parts of a step."""
+"""Renders the choice of a layout for people: a table of the five best with a bar each, and the parts of a step.
+
+GB/GPU are weights.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
     aim = f"pinned by {choice.pinned_by}" if choice.pinned_by else f"goal {choice.goal}, {choice.num_layouts} compared"
     yield from _wrapped(f"{', '.join([aim, clients, *limits])}; predicted, not measured", width)
-    yield f"  {'layout':<12}{'GPUs':>5}{'TPOT ms':>9}{'TTFT ms':>9}{'tokens/s':>10}"
+    yield f"  {'layout':<12}{'TPOT ms':>8}{'TTFT ms':>8}{'tokens/s':>10}{'GB/GPU':>7}"
     most = max(each.tokens_per_s for each in choice.estimates)
     for each in choice.estimates:
-        yield _row(each, most, bar)[:width].rstrip()
+        yield from _rows(each, most, bar, width)
     if choice.other is not None:
         other = choice.other
         warning = ", more than 25 % from ours" if other.differs else ""
@@ -38,12 +41,16 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 
 
-def _row(each: LayoutEstimate, most: float, bar_width: int) -> str:
+def _rows(each: LayoutEstimate, most: float, bar_width: int, width: int) -> Iterator[str]:
     filled = max(1, round(bar_width * each.tokens_per_s / most)) if bar_width else 0
-    bar = "#" * filled + "." * (bar_width - filled) + "  " * bool(bar_width)
-    why = each.why_not or "planned"
-    figures = f"{each.num_gpus:>5}{each.tpot_ms:>9.2f}{each.ttft_ms:>9.0f}{each.tokens_per_s:>10,.0f}"
-    return f"  {each.layout:<12}{figures}  {bar}{why}"
+    bar = "  " + "#" * filled + "." * (bar_width - filled) if bar_width else " "
+    figures = f"{each.tpot_ms:>8.2f}{each.ttft_ms:>8.0f}{each.tokens_per_s:>10,.0f}{each.weight_bytes / 1e9:>7.1f}"
+    row, why = f"  {each.layout:<12}{figures}{bar}", each.why_not or "planned"
+    if len(row) + 1 + len(why) <= width:
+        yield f"{row} {why}"
+    else:
+        yield row.rstrip()
+        yield from textwrap.wrap(why, width, initial_indent="      ", subsequent_indent="      ")
 
 
 def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:

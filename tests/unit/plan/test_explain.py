@@ -114,6 +114,18 @@ def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
     assert "asked by" not in render_plan(plan)
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("asked", [{"clients": 256}, {"clients": 2000}, {"clients": 64, "layout": "tp2pd"}])
+def test_of_each_layout_everything_that_is_predicted_is_shown_and_why_not_to_the_last_word(width, asked):
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 4), **asked))
+    assert plan.layouts is not None
+    words = " ".join(section(render_plan(plan, width=width), "Layout").split())
+    for each in plan.layouts.estimates:
+        figures = f"{each.tpot_ms:.2f} {each.ttft_ms:.0f} {each.tokens_per_s:,.0f} {each.weight_bytes / 1e9:.1f}"
+        row = words.partition(f"{each.layout} {figures} ")[2]
+        assert re.match(rf"(#+\.* )?{re.escape(each.why_not or 'planned')}( |$)", row), (each, words)
+
+
 def test_warnings_are_shown():
     plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), num_gpus=9))
     assert f"- {plan.warnings[0]}" in " ".join(render_plan(plan).split())
