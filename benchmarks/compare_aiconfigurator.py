@@ -46,6 +46,8 @@ SYSTEMS = {"h100_sxm": "h100_sxm", "h200_sxm": "h200"}
 MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
 CLIENTS = (1, 32, 256, 1024)
 PROMPT, ANSWER = 1024, 512
+SHARE_OF_MEMORY = 0.92
+"""vLLM's own default from 0.22 on, which AIConfigurator assumes."""
 BATCHES = tuple(2**exponent for exponent in range(11))
 GOALS: dict[Literal["throughput", "latency"], float] = {"throughput": 0.95, "latency": 1.05}
 """Goal -> the share of the best that still counts as well chosen."""
@@ -187,7 +189,7 @@ def compare(
     gpu = load_catalog_entry(SYSTEMS[system]).gpu
     bits = spec.weight_bits if spec.quant_method else 16
     memory = MemoryRequest(
-        model=spec, device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
+        model=spec, device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=SHARE_OF_MEMORY,
         max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=PROMPT + ANSWER,
     )  # fmt: skip
     question = LayoutQuestion(

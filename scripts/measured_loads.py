@@ -79,8 +79,9 @@ def served_loads() -> Iterator[Load]:
 
 def _held(side: Any) -> str:
     """Return what a side of a record holds, by its name or its passes."""
-    if side["name"] in _SAME or "passes" not in side:
-        return _SAME.get(side["name"], side["name"])
+    name = _SAME.get(side["name"], side["name"])
+    if {*name.split("+")} <= {"stock", "marlin", "fp8 again", *_DECIDING}:
+        return name
     return "+".join(each for each in _DECIDING if each in side["passes"]) or "stock"
 
 

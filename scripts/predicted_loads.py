@@ -20,7 +20,7 @@ from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
-from moe_optimizer.layouts.search import Goal, order  # noqa: E402
+from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
@@ -46,6 +46,9 @@ SIDES = {
 """What a server holds, as the model is asked, by the passes that decide it."""
 FITTED = {
     ("2026-11-22_h100_served", "stock", "tp1", 1): "REQUEST_US",
+    ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 64): "READING_WAITED_US",
+    ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe", "tp1", 64): "READING_WAITED_US",
+    ("an independent trial", "marlin", "tp1", 64): "VLLM_EXPERTS in four bits",
 }
 """Cases that a constant was read from; the errors of all others are of predictions."""
 PAIRS = {
@@ -166,9 +169,10 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
         judged = [case for case in group if case.rate_error is not None]
         for goal, known in (("throughput", judged), ("latency", group)):
             if len(known) > 1:
-                first = min(known, key=lambda case: order(case.prediction, goal))
+                first = ordered([case.prediction for case in known], goal)[0]
+                taken = next(case for case in known if case.prediction is first)
                 best = max(known, key=lambda case: _score(case.load, goal))
-                chosen.append(LayoutChoice(goal=goal, chosen=first, best=best))
+                chosen.append(LayoutChoice(goal=goal, chosen=taken, best=best))
     return chosen
 
 

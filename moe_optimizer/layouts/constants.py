@@ -7,19 +7,23 @@ kernel speeds; of the served records one at one client is used for REQUEST_US.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
 SERVED = "benchmarks/records/2026-11-22_h100_served.json"
 TABLES = "configs/kernel_speeds"
+LINEARS = "benchmarks/records/2026-11-22_h100_fp8_linears.json"
 
 EXPERTS_IN_SERVER = 1.08
 """Time of the experts' kernels in a server over that in the tables of kernel speeds: mean over both sides of the
-ledger at 1, 8, 64 and 128 sequences (0.99 to 1.22)."""
-UNEVEN_PER_DOUBLING = 0.25
+ledger at 1, 8, 64 and 128 sequences (0.99 to 1.22). A server of random weights routes nearly evenly; those tables
+average even and uneven routing."""
+FOUR_BIT_EXPERTS_IN_SERVER = 1.0
+"""The same of experts in fewer than 8 bits, whose tables are of even routing."""
+UNEVEN_PER_DOUBLING = 0.12
 """Tokens of the busiest of n ranks with whole experts over the mean, less 1, for each doubling of n: assumed for
-traffic whose load nobody measured. Random weights route evenly."""
+traffic whose load nobody measured. With it kernels of DeepSeek-V3's experts on 8 and 16 ranks take what AIConfigurator
+0.12 publishes for routing by power laws of 1.01 and 1.2. Random weights route evenly."""
 LOCK_STEP_PER_DOUBLING = 0.03
 """Share of a step that data parallel copies wait for the slowest of them, for each doubling of their number: assumed.
 Their requests differ in number and length, and each layer's exchange needs all."""
@@ -28,12 +32,31 @@ MATRIX_CALL_US = 2.9
 served record at one client shows: its inputs are quantised by the kernels before."""
 MATRIX_BANDWIDTH_SHARE = 0.90
 """Of the datasheet's bandwidth, for weights read by dense products."""
-MATRIX_FLOP_SHARE = 0.65
-"""Of the datasheet's rate, for dense products of thousands of tokens; assumed."""
+MATRIX_FLOP_SHARE = 0.78
+"""Of the datasheet's rate, for dense products of 8192 tokens in BF16: 0.76 and 0.80 in LINEARS."""
+FP8_MATRIX_FLOP_SHARE = 0.54
+"""The same in FP8 with a scale for each channel, with the quantisation of the input: 0.49 and 0.59."""
+FP8_BLOCK_MATRIX_FLOP_SHARE = 0.46
+"""The same with a scale for each block: 0.41 and 0.52."""
+FP8_BLOCK_CALL_US = 3.0
+"""Of each dense product of a checkpoint in FP8 blocks: a kernel before it quantises its input (LINEARS)."""
+READ_AND_MULTIPLY_POWER = 1.5
+"""Bytes and operations of a dense product overlap in part: the time is the root of the sum of both to this power. Of
+products in BF16 published in AIConfigurator 0.12 (vLLM 0.24, H100), 128 to 512 tokens are met within 15 %."""
 ATTENTION_LAYER_US = 11.2
 """Attention and its combination of one layer at batch 1: (569 - 22) us / 48."""
-CACHE_BANDWIDTH_SHARE = 0.667
-"""Bandwidth at which keys and values are read: (3381 - 569) us against (1923 - 15) us at batch 128 and 1."""
+ATTENTION_SEQUENCE_US = 0.031
+"""Of each sequence and head of its cache in a layer: tiles in turn on the GPU's processors. Published in AIConfigurator
+0.12 for vLLM 0.24 on H100 and H200, contexts of 2 tokens, 128 to 512 sequences, 1 to 8 heads."""
+CACHE_BANDWIDTH_SHARE = 0.95
+"""Of the datasheet's bandwidth, for keys and values: published with the above, contexts of 2048 and 4096 tokens. Both
+together give the ledger's 41.1 and 70.4 us a layer at batch 64 and 128 within 2 %."""
+DECODE_ATTENTION_FLOP_SHARE = 0.74
+"""Of the datasheet's rate, for attention of one token, which bounds latent attention of many heads only: published
+with the above for DeepSeek-V3 with 128 heads on an H200."""
+LATENT_LAYER_US = 33.0
+"""What a layer of latent attention takes beside its bytes and calls: its norms, rotary embedding and absorbed products.
+Published with the above, batch 1, 16 and 128 heads on H100 and H200: 32 to 34 us."""
 PREFILL_ATTENTION_FLOP_SHARE = 0.45
 """Of the datasheet's rate, for attention over a prompt; assumed."""
 SMALL_KERNELS_LAYER_US = 10.3
@@ -54,6 +77,10 @@ ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. It is the 
 matrix explains it; a part is the tokenizer's. That slices share it is assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
+READING_WAITED_US = 1_100_000.0
+"""Of the reading of other prompts, what a request waits for at most on average: requests that end one after the other
+let theirs in between, so the rest is read while it writes. Loops in which all are read in 1.9 to 4.5 s have times to
+first token of 0.5 to 1.3 s in the served records; chosen from the two longest, 1.0 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +95,24 @@ class ExpertConstants:
     """At most, of weights in four bits: they are widened by instructions, of which an H200 has as many as an H100."""
     flop_share: float
     fp8_flop_share: float
+    four_bit_flop_share: float
+    """Of the rate in BF16."""
+    tile: int
+    """A slice of an expert takes the time of whole tiles of its width; 1: the kernels have none."""
     activation_share: float
 
 
 VLLM_EXPERTS = ExpertConstants(
     start_us=20.1,
     bandwidth_share=0.973,
-    four_bit_bytes_per_s=math.inf,
+    # In four bits our tables alone give 2.7e12 and 0.28; an independent trial's server was faster.
+    four_bit_bytes_per_s=2.9e12,
     flop_share=0.66,
     fp8_flop_share=0.284,
+    four_bit_flop_share=0.31,
+    # Not in our tables, whose widths are whole tiles: published in AIConfigurator 0.12, widths 96, 160, 176 and 352
+    # of Triton's kernels in BF16 on H100 and H200, beside the undivided expert, take 0.95 to 1.07 times what this says.
+    tile=64,
     activation_share=0.627,
 )
 OUR_EXPERTS = ExpertConstants(
@@ -85,5 +121,7 @@ OUR_EXPERTS = ExpertConstants(
     four_bit_bytes_per_s=2.3e12,
     flop_share=0.855,
     fp8_flop_share=0.657,
+    four_bit_flop_share=0.855,
+    tile=1,
     activation_share=1.543,
 )

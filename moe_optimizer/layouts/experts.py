@@ -17,7 +17,9 @@ from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
-_BF16_BITS, _FP8_BITS = 16, 8
+_FP8_BITS = 8
+_MOST_SLICES = 16
+"""Of an expert, that a table may be of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class ExpertTimes:
     """Tokens of the busiest rank over the mean, of the measured load; 1 without one."""
     table: KernelSpeeds | None
     """Of exactly this shape."""
-    whole_layer: ExpertTimes | None
-    """The undivided layer, if a table has it: the model is scaled to it."""
+    related: ExpertTimes | None
+    """The same layer undivided, or in the widest slices that a table has: the model is scaled to it."""
     ours: bool
 
     def layer_us(self, tokens: float) -> Quantity:
@@ -49,10 +51,10 @@ class ExpertTimes:
                 self.table.source,
             )
         modelled, ref = self._modelled_us(tokens * uneven), f"experts fitted to {TABLES}"
-        if self.whole_layer is not None:
-            measured = self.whole_layer.layer_us(tokens)
-            modelled *= measured.value / self.whole_layer._modelled_us(tokens)
-            ref = f"{ref}, scaled to the undivided layer in {measured.ref}"
+        if self.related is not None:
+            measured = self.related.layer_us(tokens)
+            modelled *= measured.value / self.related._modelled_us(tokens)
+            ref = f"{ref}, scaled to width {self.related.shape.intermediate_size} in {measured.ref}"
         return Quantity(modelled, "us", Source.MODELLED, ref)
 
     def _busiest(self, tokens: float) -> float:
@@ -72,13 +74,15 @@ class ExpertTimes:
         share = shape.num_experts / shape.num_global_experts
         hit = expected_experts_hit(shape.num_global_experts, shape.top_k, math.ceil(tokens)) * share
         pairs = tokens * shape.top_k * share
-        weights = self.question.model.expert_matrices * shape.hidden_size * shape.intermediate_size
+        width = fit.tile * math.ceil(shape.intermediate_size / fit.tile)
+        weights = self.question.model.expert_matrices * shape.hidden_size * width
         # vLLM's kernels take a row for every pair of the step through activation and sum, also of experts elsewhere.
         rows = pairs if self.ours else tokens * shape.top_k
         activations = rows * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
         # Kernels for fewer than 8 bits widen the weights and multiply in BF16.
         fp8 = bits == _FP8_BITS and gpu.supports("fp8")
-        rate = peak_flops(gpu, bits).value * fit.fp8_flop_share if fp8 else peak_flops(gpu, 16).value * fit.flop_share
+        flop_share = fit.flop_share if bits >= _FP8_BITS else fit.four_bit_flop_share
+        rate = peak_flops(gpu, bits).value * fit.fp8_flop_share if fp8 else peak_flops(gpu, 16).value * flop_share
         bandwidth = gpu.memory_bandwidth.value
         read = bandwidth * fit.bandwidth_share
         if bits < _FP8_BITS:
@@ -97,7 +101,6 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
     # Chosen: ours run for data parallel copies too, but how fast was not measured, so vLLM's are counted there. With
     # ours the fit would take copies where AIConfigurator gives slices 15 % more.
     ours = question.our_kernels and layout.data_parallel_size == 1
-    undivided = expert_times(replace(question, our_kernels=ours), Layout()) if devices > 1 else None
     shape = LayerShape(
         hidden_size=model.expert_hidden_size,
         intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
@@ -105,15 +108,28 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         num_global_experts=model.num_experts,
         top_k=model.top_k,
     )
+    table = _table(question, shape)
     return ExpertTimes(
         question=question,
         shape=shape,
         num_ranks=devices if whole else 1,
         imbalance=_imbalance(question, devices) if whole else 1.0,
-        table=_table(question, shape),
-        whole_layer=undivided if undivided is not None and undivided.table is not None else None,
+        table=table,
+        related=_related(question, shape, ours=ours) if table is None else None,
         ours=ours,
     )
+
+
+def _related(question: LayoutQuestion, shape: LayerShape, *, ours: bool) -> ExpertTimes | None:
+    """Return the layer with all experts in the widest slices that a table has."""
+    model = question.model
+    for slices in range(1, _MOST_SLICES + 1):
+        width, rest = divmod(model.moe_intermediate_size, slices)
+        wide = replace(shape, intermediate_size=width, num_experts=model.num_experts)
+        table = None if rest else _table(question, wide)
+        if table is not None:
+            return ExpertTimes(question, wide, 1, 1.0, table, None, ours)
+    return None
 
 
 def _imbalance(question: LayoutQuestion, num_ranks: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +66,7 @@ def rank(
     Servers over several machines are looked at only where no server in one fits: between machines the network is
     slower than any link within.
 
-    Equal questions give equal rankings: ties go to the plainer layout, then to fewer GPUs in a server and the name.
+    Equal questions give equal rankings.
     """
     fitting: list[Prediction] = []
     too_large: list[Layout] = []
@@ -86,27 +86,44 @@ def rank(
     within = [each for each in fitting if not limits.why_not(each)]
     beyond = [each for each in fitting if limits.why_not(each)]
     return Ranking(
-        within=tuple(sorted(within, key=lambda each: order(each, goal))),
-        beyond=tuple(sorted(beyond, key=lambda each: (limits.excess(each), *order(each, goal)))),
+        within=tuple(ordered(within, goal)),
+        beyond=tuple(sorted(ordered(beyond, goal), key=limits.excess)),
         do_not_fit=tuple(too_large),
     )
 
 
-def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, int, bool, bool, int, str]:
-    """Return the sort key of a prediction: smaller is better.
+def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
+    """Return predictions, the best for a goal first.
 
     latency: the least time per output token, of layouts in which no request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
-    Differences of one hundredth are none: then slices go before whole experts, and those before copies. Prefill and
-    decode apart come last: they need a connector between the servers, which nothing else does.
+    Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
+    fewer GPUs in a server before more. Prefill and decode apart come last: they need a connector between the servers,
+    which nothing else does.
     """
-    score = {
+    if not predictions:
+        return []
+    first = min(_last(each, goal) for each in predictions)
+    best = min(_score(each, goal) for each in predictions if _last(each, goal) == first)
+
+    def key(prediction: Prediction) -> tuple[tuple[bool, bool], int, bool, bool, int, str]:
+        layout = prediction.layout
+        steps = math.floor(math.log(_score(prediction, goal) / best) / _EQUAL)
+        plain = (layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server)
+        return _last(prediction, goal), steps, *plain, layout.name
+
+    return sorted(predictions, key=key)
+
+
+def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
+    """Return what puts a layout behind all others that do not have it."""
+    return prediction.layout.disaggregated, goal == "latency" and prediction.waiting > 0
+
+
+def _score(prediction: Prediction, goal: Goal) -> float:
+    """Return what a goal wants least of."""
+    return {
         "latency": prediction.tpot_ms,
         "throughput": 1 / prediction.tokens_per_s,
         "balanced": prediction.tpot_ms / prediction.tokens_per_s,
     }[goal]
-    layout = prediction.layout
-    waits = goal == "latency" and prediction.waiting > 0
-    steps = round(math.log(score) / _EQUAL)
-    plain = (layout.data_parallel_size > 1, layout.expert_parallel)
-    return layout.disaggregated, waits, steps, *plain, layout.devices_of_server, layout.name

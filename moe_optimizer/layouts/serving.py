@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_optimizer.costs.comm import send_us
 from moe_optimizer.costs.memory import kv_bytes_per_token, plan_memory
-from moe_optimizer.layouts.constants import REQUEST_US
+from moe_optimizer.layouts.constants import READING_WAITED_US, REQUEST_US
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -106,16 +106,19 @@ class _Loop:
             others_us = others * model.step_us(read) / stages
         read_us = (alone_us + others_us) / reads
         share = (running - 1) / running
-        first_us = alone_us + share * others_us * (others + 1) / (2 * max(1, others)) + (stages - 1) * read_us
+        each_us = others_us / max(1, others)
+        waited_us = min(each_us * (others + 1) / 2, READING_WAITED_US)
+        first_us = alone_us + share * waited_us + (stages - 1) * read_us
         more_tokens = max(1, answer - 1)
         if layout.disaggregated:
             sent = prompt * kv_bytes_per_token(question.memory)
             first_us += send_us(sent, question.gpu, across_machines=question.num_machines > 1).value
             delay_us = 0.0
         else:
-            # While the later half of the prompts is read, the earlier requests write slower; all while some are again.
+            # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = dropped * (prompt + answer / 2) / room
-            delay_us = min(others / 2 + again, more_tokens) * max(0.0, others_us / max(1, others) - write_us)
+            slower = max(others / 2, others - READING_WAITED_US / max(1.0, each_us)) + again
+            delay_us = min(slower, more_tokens) * max(0.0, each_us - write_us)
         self.ttft_us = REQUEST_US + first_us
         self.tpot_us = write_us + delay_us / more_tokens
         # No engine answers more than it can read.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moe_optimizer.costs import comm
 from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth, peak_flops
+from moe_optimizer.costs.weights import kv_head_share
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.experts import ExpertTimes, expert_times
 from moe_optimizer.layouts.question import LayoutQuestion
@@ -17,6 +18,7 @@ EXPERTS, MATRICES, ATTENTION, SMALL = "experts", "matrices", "attention", "small
 SAMPLING, EXCHANGE, LOCK_STEP, HOST = "sampling", "exchange", "lock step", "host"
 _BYTES = 2
 """Of an activation."""
+_FP8_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class StepModel:
     layout: Layout
     _experts: ExpertTimes = field(init=False)
     _linear_params: float = field(init=False)
+    """Of the dense products that one GPU multiplies each token with."""
 
     def __post_init__(self) -> None:
         """Work out what all steps have in common.
@@ -58,12 +61,11 @@ class StepModel:
         Raises:
             UnsupportedError: the GPU's memory bandwidth is not known.
         """
-        model = self.question.model
+        model, size = self.question.model, self.layout.tensor_parallel_size
         memory_bandwidth(self.question.gpu)  # without one nothing can be said
         self._experts = expert_times(self.question, self.layout)
-        routed = model.expert_params * model.top_k / model.num_experts if model.num_experts else 0
-        vocabulary = model.embedding_params + model.lm_head_params
-        self._linear_params = model.active_params - routed - vocabulary
+        split = model.attention_params - model.kv_params + model.dense_params + model.shared_expert_params
+        self._linear_params = split / size + model.kv_params * kv_head_share(model, size) + model.router_params
 
     def step_us(self, tokens: Tokens) -> float:
         """Return the time of a step that all stages of a pipeline work through."""
@@ -92,28 +94,43 @@ class StepModel:
         if not layers:
             return Quantity(0.0, "us", Source.MODELLED, "the model has no experts")
         one = self._experts.layer_us(tokens.total * self.layout.data_parallel_size)
-        return Quantity(layers * fitted.EXPERTS_IN_SERVER * one.value, "us", one.source | Source.MODELLED, one.ref)
+        four_bits = self.question.expert_bits < _FP8_BITS
+        in_server = fitted.FOUR_BIT_EXPERTS_IN_SERVER if four_bits else fitted.EXPERTS_IN_SERVER
+        return Quantity(layers * in_server * one.value, "us", one.source | Source.MODELLED, one.ref)
 
     def _matrices_us(self, tokens: Tokens) -> Quantity:
         question, model, gpu = self.question, self.question.model, self.question.gpu
-        size = self.layout.tensor_parallel_size
         read = decode_step_bytes(self._bytes_request(1)).matrices
         reading = read / (gpu.memory_bandwidth.value * fitted.MATRIX_BANDWIDTH_SHARE)
-        head = model.lm_head_params or model.embedding_params
-        flop = 2 * (self._linear_params * tokens.total + head * tokens.sampled) / size
-        computing = flop / (peak_flops(gpu, question.linear_bits).value * fitted.MATRIX_FLOP_SHARE)
+        head = (model.lm_head_params or model.embedding_params) / self.layout.tensor_parallel_size
+        flop = 2 * (self._linear_params * tokens.total + head * tokens.sampled)
+        fp8 = question.linear_bits == _FP8_BITS and gpu.supports("fp8")
+        block = fp8 and model.weight_block is not None
+        share = fitted.FP8_MATRIX_FLOP_SHARE if fp8 else fitted.MATRIX_FLOP_SHARE
+        share = fitted.FP8_BLOCK_MATRIX_FLOP_SHARE if block else share
+        computing = flop / (peak_flops(gpu, _FP8_BITS if fp8 else 16).value * share)
+        power = fitted.READ_AND_MULTIPLY_POWER
         each_layer = 4 + 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
-        value = 1e6 * max(reading, computing) + fitted.MATRIX_CALL_US * (each_layer * model.num_layers + 1)
-        return Quantity(value, "us", Source.MODELLED, f"bytes or operations, and calls as in {fitted.LEDGER}")
+        calls_us = (fitted.MATRIX_CALL_US + fitted.FP8_BLOCK_CALL_US * block) * (each_layer * model.num_layers + 1)
+        value = 1e6 * (reading**power + computing**power) ** (1 / power) + calls_us
+        return Quantity(value, "us", Source.MODELLED, f"bytes and operations, and calls as in {fitted.LEDGER}")
 
     def _attention_us(self, tokens: Tokens) -> Quantity:
         model, gpu, attention = self.question.model, self.question.gpu, self.question.model.attention
+        size, layers = self.layout.tensor_parallel_size, attention.num_attention_layers
+        peak = peak_flops(gpu, 16).value
         cached = decode_step_bytes(self._bytes_request(tokens.context)).cache * tokens.sequences
         reading = cached / (gpu.memory_bandwidth.value * fitted.CACHE_BANDWIDTH_SHARE)
-        heads = attention.num_heads / self.layout.tensor_parallel_size
-        flop = 2 * heads * attention.head_dim * tokens.prompt * tokens.prompt_length * attention.num_attention_layers
-        computing = flop / (peak_flops(gpu, 16).value * fitted.PREFILL_ATTENTION_FLOP_SHARE)
-        value = 1e6 * (reading + computing) + fitted.ATTENTION_LAYER_US * model.num_layers
+        heads, latent = attention.num_heads / size, attention.kind == "mla"
+        # Each head reads the cached latent for keys and values alike.
+        width = model.kv_bytes_per_token / _BYTES / layers if latent and layers else attention.head_dim
+        flop = 4 * heads * width * tokens.sequences * tokens.context * layers
+        decoding = max(reading, flop / (peak * fitted.DECODE_ATTENTION_FLOP_SHARE))
+        cache_heads = 1.0 if latent else max(1.0, attention.num_kv_heads / size)
+        flop = 2 * heads * attention.head_dim * tokens.prompt * tokens.prompt_length * layers
+        prefilling = flop / (peak * fitted.PREFILL_ATTENTION_FLOP_SHARE)
+        each_us = fitted.ATTENTION_LAYER_US + fitted.ATTENTION_SEQUENCE_US * cache_heads * tokens.sequences
+        value = 1e6 * (decoding + prefilling) + each_us * model.num_layers + fitted.LATENT_LAYER_US * latent * layers
         return Quantity(value, "us", Source.MODELLED, f"cache bytes, and calls as in {fitted.LEDGER}")
 
     def _small_kernels_us(self, tokens: Tokens) -> Quantity:

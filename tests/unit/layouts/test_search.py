@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.layouts.question import LayoutQuestion
-from moe_optimizer.layouts.search import Limits, rank
+from moe_optimizer.layouts.search import Limits, ordered, rank
 from moe_optimizer.layouts.serving import memory_of, predict
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
@@ -181,3 +181,20 @@ def test_the_question_of_a_gpu_without_a_bandwidth_is_refused():
     asked: LayoutQuestion = dataclasses.replace(question(gpus=1), gpu=unknown)
     with pytest.raises(UnsupportedError, match="bandwidth"):
         rank(asked, "latency", Limits())
+
+
+def test_what_is_within_a_hundredth_of_the_best_goes_by_plainness_wherever_the_best_lies():
+    found = rank(question(gpus=2, clients=64), "throughput", Limits(), allowed=by_itself).within
+    slices, experts = (next(each for each in found if each.layout.name == name) for name in ("tp2", "tp2ep"))
+    for best in (4000.0, 4020.0, 4040.0, 4060.0, 4079.0):
+        near = [dataclasses.replace(experts, tokens_per_s=best), dataclasses.replace(slices, tokens_per_s=best / 1.009)]
+        assert [each.layout.name for each in ordered(near, "throughput")] == ["tp2", "tp2ep"]
+        far = [near[0], dataclasses.replace(slices, tokens_per_s=best / 1.02)]
+        assert [each.layout.name for each in ordered(far, "throughput")] == ["tp2ep", "tp2"]
+
+
+def test_long_reading_is_not_all_before_the_first_token():
+    short, long = (question(gpus=1, hardware="h200", clients=64, input_tokens=tokens) for tokens in (512, 8192))
+    each = [rank(asked, "throughput", Limits()).within[0] for asked in (short, long)]
+    assert each[1].ttft_ms < 6 * each[0].ttft_ms
+    assert each[1].tpot_ms > 3 * each[0].tpot_ms
