@@ -56,7 +56,7 @@ DECODE_ATTENTION_FLOP_SHARE = 0.74
 with the above for DeepSeek-V3 with 128 heads on an H200."""
 LATENT_LAYER_US = 33.0
 """What a layer of latent attention takes beside its bytes and calls: its norms, rotary embedding and absorbed products.
-Published with the above, batch 1, 16 and 128 heads on H100 and H200: 32 to 34 us."""
+Published with the above, batch 1, 16 to 128 heads, BF16 and FP8, on H100 and H200: 32 to 50 us, 33 to 36 of 16."""
 PREFILL_ATTENTION_FLOP_SHARE = 0.45
 """Of the datasheet's rate, for attention over a prompt; assumed."""
 SMALL_KERNELS_LAYER_US = 10.3
