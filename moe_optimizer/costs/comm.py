@@ -42,37 +42,48 @@ def all_reduce_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
     """Return the time of one all-reduce of `num_bytes` on each GPU of a group, in us; 0 for one GPU.
 
     The shorter of one exchange, in which each GPU reads what all others have, and two, a reduce-scatter and an
-    all-gather: latency + (n - 1) * bytes / bandwidth, or 2 latency + 2 (n - 1) / n * bytes / bandwidth.
+    all-gather: latency + (n - 1) * bytes / bandwidth, or 2 latency + 2 (n - 1) / n * bytes / bandwidth. Over m machines
+    as in `gather_us`.
     """
-    n = group.num_gpus
-    return _collective_us("all_reduce", gpu, group, ways=((1, (n - 1) * num_bytes), (2, 2 * (n - 1) / n * num_bytes)))
+    n, m = group.num_gpus, group.num_machines
+    once = (1, (n - 1) * num_bytes, (m - 1) / m * n * num_bytes)
+    twice = (2, 2 * (n - 1) / n * num_bytes, 2 * (m - 1) / n * num_bytes)
+    return _collective_us("all_reduce", gpu, group, ways=(once, twice))
 
 
 def gather_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
     """Return the time of one all-gather to, or reduce-scatter of, `num_bytes` on each GPU, in us; 0 for one GPU.
 
-    latency + (n - 1) / n * bytes / bandwidth.
+    latency + (n - 1) / n * bytes / bandwidth; over m machines, where the GPUs of one share what comes from others and
+    each has a port of its own, + (m - 1) / n * bytes / the port's bandwidth.
     """
-    n = group.num_gpus
-    return _collective_us("gather", gpu, group, ways=((1, (n - 1) / n * num_bytes),))
+    n, m = group.num_gpus, group.num_machines
+    return _collective_us("gather", gpu, group, ways=((1, (n - 1) / n * num_bytes, (m - 1) / n * num_bytes),))
 
 
 def send_us(num_bytes: float, gpu: GpuSpec, *, across_machines: bool) -> Quantity:
     """Return the time to send `num_bytes` from one GPU to another, in us."""
-    group = Group(2, 2 if across_machines else 1)
-    latency, bandwidth = _latency("gather", gpu, group), _bandwidth("gather", gpu, group)
+    latency, bandwidth = _latency("gather", gpu, Group(2, 2 if across_machines else 1)), _link_bandwidth("gather", gpu)
+    if across_machines:
+        bandwidth = _fact(gpu, "network_bandwidth", _NETWORK_BYTES_PER_S, "bytes/s")
     value = latency.value + num_bytes / bandwidth.value * 1e6
     return derived(value, unit="us", ref=f"send {num_bytes:.3g} bytes", inputs=(latency, bandwidth))
 
 
-def _collective_us(kind: Kind, gpu: GpuSpec, group: Group, *, ways: tuple[tuple[int, float], ...]) -> Quantity:
-    """Return the time of the shortest of several ways, each a number of exchanges and the bytes a GPU receives."""
+def _collective_us(kind: Kind, gpu: GpuSpec, group: Group, *, ways: tuple[tuple[int, float, float], ...]) -> Quantity:
+    """Return the time of the shortest of several ways: exchanges, bytes that a GPU receives, those over its port."""
     n, name = group.num_gpus, kind.replace("_", "-")
     if n == 1:
         return Quantity(0.0, "us", Source.MODELLED, f"{name} on one GPU moves nothing")
-    latency, bandwidth = _latency(kind, gpu, group), _bandwidth(kind, gpu, group)
-    value = min(exchanges * latency.value + moved / bandwidth.value * 1e6 for exchanges, moved in ways)
-    return derived(value, unit="us", ref=f"{name} over {n} GPUs", inputs=(latency, bandwidth))
+    latency, link = _latency(kind, gpu, group), _link_bandwidth(kind, gpu)
+    inputs = (latency, link)
+    seconds = [moved / link.value for _, moved, _ in ways]
+    if group.num_machines > 1:
+        port = _fact(gpu, "network_bandwidth", _NETWORK_BYTES_PER_S, "bytes/s")
+        inputs = (*inputs, port)
+        seconds = [each + across / port.value for each, (_, _, across) in zip(seconds, ways, strict=True)]
+    value = min(way[0] * latency.value + 1e6 * each for way, each in zip(ways, seconds, strict=True))
+    return derived(value, unit="us", ref=f"{name} over {n} GPUs", inputs=inputs)
 
 
 def _latency(kind: Kind, gpu: GpuSpec, group: Group) -> Quantity:
@@ -82,9 +93,7 @@ def _latency(kind: Kind, gpu: GpuSpec, group: Group) -> Quantity:
     return _fact(gpu, f"{kind}_latency", assumed[gpu.gpu_link], "us")
 
 
-def _bandwidth(kind: Kind, gpu: GpuSpec, group: Group) -> Quantity:
-    if group.num_machines > 1:
-        return _fact(gpu, "network_bandwidth", _NETWORK_BYTES_PER_S, "bytes/s")
+def _link_bandwidth(kind: Kind, gpu: GpuSpec) -> Quantity:
     return gpu.collectives.get(f"{kind}_bandwidth", gpu.gpu_link_bandwidth)
 
 

@@ -14,6 +14,9 @@ from moe_optimizer.specs.layout import Layout
 
 _EQUAL = 0.01
 """Chosen: the step model is wrong by more."""
+_FEW = 0.05
+"""Chosen: of the clients, that may wait for room without that counting against a layout. Room for them all is seldom
+needed, because requests are of all lengths between a prompt's and their last."""
 Goal = Literal["latency", "balanced", "throughput"]
 
 
@@ -95,7 +98,7 @@ def rank(
 def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     """Return predictions, the best for a goal first.
 
-    latency: the least time per output token, of layouts in which no request waits for room if there are any;
+    latency: the least time per output token, of layouts in which hardly a request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
     fewer GPUs in a server before more. Prefill and decode apart come last: they need a connector between the servers,
@@ -117,7 +120,8 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
 
 def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
     """Return what puts a layout behind all others that do not have it."""
-    return prediction.layout.disaggregated, goal == "latency" and prediction.waiting > 0
+    waiting = prediction.waiting / (prediction.waiting + prediction.running)
+    return prediction.layout.disaggregated, goal == "latency" and waiting > _FEW
 
 
 def _score(prediction: Prediction, goal: Goal) -> float:

@@ -66,7 +66,7 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     most = min(clients, question.most_running(layout))
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
-    loop = _Loop(question, StepModel(question, layout), running, dropped)
+    loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
     loop_us = loop.request_us
     waiting = clients - running
     active = min(question.clients, running * engines)
@@ -82,15 +82,24 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     )
 
 
+def _beside(question: LayoutQuestion, layout: Layout) -> float:
+    """Return how many requests more than its server's share a request finds beside it on average: servers know nothing
+    of each other, and where requests are dealt by chance, whoever is in a fuller server is more.
+    """
+    servers = layout.replicas
+    share = max(1.0, question.clients / servers)
+    return max(0.0, 1 + (question.clients - 1) / servers - share)
+
+
 class _Loop:
     """`running` requests of one engine, again and again; `dropped` of them are read twice."""
 
-    def __init__(self, question: LayoutQuestion, model: StepModel, running: int, dropped: int) -> None:
+    def __init__(self, question: LayoutQuestion, model: StepModel, running: int, beside: float, dropped: int) -> None:
         self.model = model
         layout, stages = model.layout, model.layout.pipeline_parallel_size
         prompt, answer = question.input_tokens, question.output_tokens
         # The stages of a pipeline work on as many groups of the sequences at once.
-        group = running / stages if running > stages else 1.0
+        group = (running + beside) / stages if running + beside > stages else 1.0
         self.decoding = Tokens(group, prompt + answer / 2)
         write_us = model.step_us(self.decoding)
         busy = 0.0 if layout.disaggregated else group / 2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optimizer.costs.comm import Group, all_reduce_us
+from moe_optimizer.costs.comm import Group, all_reduce_us, gather_us
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.specs.quantity import Source
 
@@ -59,3 +59,10 @@ def test_an_all_reduce_is_never_longer_than_one_exchange_of_all_or_two_of_parts(
 @given(st.floats(0, 1e10), st.integers(2, 64))
 def test_another_machine_is_never_nearer(num_bytes, gpus):
     assert all_reduce_us(num_bytes, H100, Group(gpus, 2)).value > all_reduce_us(num_bytes, H100, Group(gpus)).value
+
+
+@given(st.floats(1e6, 1e10), st.sampled_from([1, 2, 4]))
+def test_gpus_of_a_machine_share_what_comes_from_others(num_bytes, each):
+    start, few = (gather_us(size, H100, Group(2 * each, 2)).value for size in (0, num_bytes))
+    again, many = (gather_us(size, H100, Group(4 * each, 2)).value for size in (0, num_bytes))
+    assert many - again < few - start

@@ -198,3 +198,23 @@ def test_long_reading_is_not_all_before_the_first_token():
     each = [rank(asked, "throughput", Limits()).within[0] for asked in (short, long)]
     assert each[1].ttft_ms < 6 * each[0].ttft_ms
     assert each[1].tpot_ms > 3 * each[0].tpot_ms
+
+
+@pytest.mark.parametrize(("waiting", "first"), [(3, "tp2"), (10, "tp1x2")])
+def test_for_latency_a_few_that_wait_for_room_do_not_count_and_many_do(waiting, first):
+    found = rank(question(gpus=2, clients=100), "latency", Limits(), allowed=by_itself).within
+    slices, whole = (next(each for each in found if each.layout.name == name) for name in ("tp2", "tp1x2"))
+    crowded = dataclasses.replace(slices, waiting=waiting, running=100 - waiting, tpot_ms=0.9 * whole.tpot_ms)
+    assert ordered([whole, crowded], "latency")[0].layout.name == first
+
+
+def test_requests_that_are_dealt_to_servers_find_more_beside_them_than_their_share():
+    one, four = (question(gpus=gpus, clients=16 * gpus) for gpus in (1, 4))
+    alone = rank(one, "throughput", Limits()).within[0]
+    dealt = predict(four, Layout(replicas=4), memory_of(four, Layout(replicas=4)))
+    assert 1 < dealt.tpot_ms / alone.tpot_ms < 1.1
+    single = [
+        predict(dataclasses.replace(asked, clients=1), each.layout, each.memory)
+        for asked, each in ((one, alone), (four, dealt))
+    ]
+    assert single[0].tpot_ms == pytest.approx(single[1].tpot_ms)
