@@ -19,7 +19,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,6 +52,16 @@ BATCHES = tuple(2**exponent for exponent in range(11))
 GOALS: dict[Literal["throughput", "latency"], float] = {"throughput": 0.95, "latency": 1.05}
 """Goal -> the share of the best that still counts as well chosen."""
 _WEIGHTS = {"dtype": "bf16", "fp8": "fp8_block"}
+
+
+class Ratio(NamedTuple):
+    """One of our predictions over AIConfigurator's of the same layout."""
+
+    model: str
+    gpus: int
+    clients: int
+    tpot: float
+    tokens_per_s: float
 
 
 def main() -> int:
@@ -184,7 +194,7 @@ def estimate(data: dict[str, Any], model: str, system: str, layout: Layout, clie
 
 def compare(
     data: dict[str, Any], model: str, spec: ModelSpec, system: str, *, machine: tuple[int, int], clients: int
-) -> tuple[list[dict[str, Any]], list[tuple[str, float, float]]]:
+) -> tuple[list[dict[str, Any]], list[Ratio]]:
     """Return both goals' cases of one question, and our predictions over AIConfigurator's, layout by layout."""
     gpu = load_catalog_entry(SYSTEMS[system]).gpu
     bits = spec.weight_bits if spec.quant_method else 16
@@ -199,7 +209,7 @@ def compare(
         speeds=read_kernel_speeds(Path("/nonexistent")),
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
-    ratios: list[tuple[str, float, float]] = []
+    ratios: list[Ratio] = []
     for goal, enough in GOALS.items():
         within = rank(question, goal, Limits(), allowed=_chosen_by_itself).within
         known = [(ours, theirs) for ours in within if (theirs := estimate(data, model, system, ours.layout, clients))]
@@ -214,7 +224,8 @@ def compare(
              "chosen": known[0][0].layout.name, "best": best[0].layout.name, "ratio": round(ratio, 3), "good": good}
         )  # fmt: skip
         if goal == "throughput":
-            ratios += [(model, o.tpot_ms / t[1], o.tokens_per_s / t[2]) for o, t in known]
+            gpus = machine[0] * machine[1]
+            ratios += [Ratio(model, gpus, clients, o.tpot_ms / t[1], o.tokens_per_s / t[2]) for o, t in known]
     return cases, ratios
 
 
@@ -223,17 +234,28 @@ def _chosen_by_itself(layout: Layout) -> bool:
     return copies and not layout.disaggregated
 
 
-def summary(cases: list[dict[str, Any]], errors: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Return how many cases are well chosen, and the mean difference of the two predictions, by model."""
+def differences(ratios: list[Ratio]) -> dict[str, float]:
+    """Return by how much the two predictions differ on average."""
+    return {
+        "mean_difference_of_tpot": round(statistics.mean(abs(each.tpot - 1) for each in ratios), 3),
+        "mean_difference_of_tokens_per_s": round(statistics.mean(abs(each.tokens_per_s - 1) for each in ratios), 3),
+    }
+
+
+def summary(cases: list[dict[str, Any]], errors: list[Ratio]) -> dict[str, Any]:
+    """Return how many cases are well chosen, and the mean difference of the two predictions, by model and GPUs."""
     result: dict[str, Any] = {}
     for model in dict.fromkeys(case["model"] for case in cases):
         own = [case for case in cases if case["model"] == model]
-        pairs = [(tpot, rate) for name, tpot, rate in errors if name == model]
+        pairs = [each for each in errors if each.model == model]
         result[model] = {
             **{goal: f"{sum(c['good'] for c in own if c['goal'] == goal)} of {sum(c['goal'] == goal for c in own)}"
                for goal in GOALS},
-            "mean_difference_of_tpot": round(statistics.mean(abs(tpot - 1) for tpot, _ in pairs), 3),
-            "mean_difference_of_tokens_per_s": round(statistics.mean(abs(rate - 1) for _, rate in pairs), 3),
+            **differences(pairs),
+            "from_32_clients_on": {
+                gpus: differences([each for each in pairs if each.gpus == gpus and each.clients >= 32])
+                for gpus in sorted({each.gpus for each in pairs})
+            },
         }  # fmt: skip
     for goal in GOALS:
         own = [case for case in cases if case["goal"] == goal]
