@@ -102,8 +102,8 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "docs/layouts.md": [
         (
             "Against the served records the mean error",
-            "h100-h200_layouts_compared.json`",
-            ("2026-11-22_h100_served", "2026-11-24_h100-h200_layouts_compared"),
+            "Measured by nobody here",
+            ("2026-11-22_h100_served", "2026-11-26_h100-h200_layouts_compared"),
         ),
         (
             "Measured loops differ in that",
