@@ -22,6 +22,7 @@
 #include "expert_kernels.h"
 #include "moeopt/fused_experts.h"
 #include "routing.h"
+#include "team.h"
 
 namespace moeopt {
 namespace {
@@ -83,7 +84,7 @@ FusedExpertsArgs slice_tokens(const FusedExpertsArgs& args, int64_t begin, int64
 void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const Routing& routing) {
   const int64_t T = args.num_tokens, H = args.hidden_size, I = args.intermediate_size;
   const int64_t h_row_bytes = kernels.h_row_bytes(args);
-  const int threads = omp_get_max_threads();
+  const int threads = threads_for(static_cast<int64_t>(routing.pairs.size()) * 3 * H * I);
   const int64_t packed_row_bytes = round_up(kernels.packed_x_row_bytes(args), kAlignment);
   const int64_t packed_bytes = round_up(T * packed_row_bytes, kAlignment);
   const int64_t h_bytes = round_up(routing.max_group_pairs * h_row_bytes, kAlignment);

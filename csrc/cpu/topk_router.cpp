@@ -13,11 +13,13 @@
 #include <vector>
 
 #include "number_formats.h"
+#include "team.h"
 
 namespace moeopt {
 namespace {
 
 constexpr float kTiny = 1e-20f;  // keeps a token whose scores are all zero from dividing by zero
+constexpr int64_t kProductsOfAScore = 256;  // that take as long as a score, its exponential and the search
 
 float to_float_at(const void* logits, DType dtype, int64_t index) {
   switch (dtype) {
@@ -112,7 +114,7 @@ void route(const RouterArgs& router, const TopkRouterArgs& args, int64_t token, 
 }  // namespace
 
 void topk_router_cpu(const RouterArgs& router, const TopkRouterArgs& args) {
-  const int threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), args.num_tokens)));
+  const int threads = threads_for(args.num_tokens * args.num_experts * kProductsOfAScore);
   std::vector<Scratch> scratch(threads, Scratch(router, args));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < args.num_tokens; ++t) route(router, args, t, &scratch[omp_get_thread_num()]);
