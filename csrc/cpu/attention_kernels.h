@@ -8,16 +8,18 @@
 
 namespace moeopt {
 
-// Keys [begin, end) of a sequence, for the query heads that share one key/value head.
+// Keys [begin, end) of a sequence, for the query heads of some key/value heads.
 struct KeySpan {
-  int64_t sequence, kv_head, begin, end;
+  int64_t sequence, kv_head, num_kv_heads, begin, end;
 };
 
 struct AttentionKernels {
   int64_t lanes;  // FP32 numbers of a register
   // For each of the query heads, `partial_stride(args)` floats: the largest score, the sum of
-  // exp(score - largest), and the values' sum with those weights [head_size].
-  void (*attend)(const PagedAttentionArgs& args, const KeySpan& span, float* scratch, float* partials);
+  // exp(score - largest), and the values' sum with those weights [head_size]. `next`: what this thread probably
+  // computes afterwards, or null; its first keys are fetched ahead.
+  void (*attend)(const PagedAttentionArgs& args, const KeySpan& span, const KeySpan* next, float* scratch,
+                 float* partials);
 };
 
 constexpr int64_t kTileKeys = 64;  // their scores stay in the L1 cache

@@ -1,10 +1,10 @@
 // Tasks and threads of attention on the CPU; the arithmetic is in attention_kernels_*.cpp.
 //
-//   phase 1  tasks (sequence, key/value head, span of its keys)   --> partial sums
+//   phase 1  tasks (sequence, span of its keys)                   --> partial sums
 //   --------------------------------------------------------------- all threads meet
 //   phase 2  tasks (sequence, query head)                         partial sums --> out, rounded once
 //
-// Spans are cut at fixed keys, so long contexts are shared among threads and the bits do not depend on their number.
+// With few of them a task is one key/value head. Spans are cut at fixed keys, so long contexts are shared among threads and the bits do not depend on their number.
 #include "paged_attention.h"
 
 #include <omp.h>
@@ -16,11 +16,13 @@
 
 #include "attention_kernels.h"
 #include "number_formats.h"
+#include "team.h"
 
 namespace moeopt {
 namespace {
 
 constexpr int64_t kSpanKeys = 512;  // chosen: some microseconds of work, and few partial sums to join
+constexpr int64_t kTasksOfThread = 4;  // chosen: enough to balance
 constexpr int64_t kPadFloats = 16;  // threads do not write to one line of the cache
 
 const AttentionKernels* kernels_of(DType dtype, Isa isa) {
@@ -58,7 +60,7 @@ bool is_sound(const PagedAttentionArgs& args, PageError* error) {
 // As attend() of simd/attend.h divides it: scores of two heads, then for each head query and sums, largest and total.
 int64_t scratch_floats(const PagedAttentionArgs& args, int64_t lanes) {
   const int64_t padded = (args.head_size + lanes - 1) / lanes * lanes;
-  return 2 * kTileKeys + args.num_heads / args.num_kv_heads * (2 * padded + 2) + kPadFloats;
+  return 2 * kTileKeys + args.num_heads * (2 * padded + 2) + kPadFloats;
 }
 
 // Adds up the spans of one query head, whose largest scores become their weights.
@@ -83,36 +85,45 @@ bool paged_attention_cpu(const PagedAttentionArgs& args, Isa isa, PageError* err
   if (!is_sound(args, error)) return false;
   const AttentionKernels& kernels = *kernels_of(args.dtype, isa);
   const int64_t shared = args.num_heads / args.num_kv_heads;
-  std::vector<KeySpan> spans;
-  std::vector<int64_t> first_span;  // of each sequence and key/value head, and the end of the last
+  int64_t keys = 0, num_spans = 0;
   for (int64_t s = 0; s < args.num_sequences; ++s) {
-    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+    keys += args.context_lengths[s];
+    num_spans += (args.context_lengths[s] + kSpanKeys - 1) / kSpanKeys;
+  }
+  const int threads = threads_for(2 * keys * args.num_heads * args.head_size);
+  const int64_t together = num_spans >= kTasksOfThread * threads ? args.num_kv_heads : 1;
+  std::vector<KeySpan> spans;
+  std::vector<int64_t> first_span;  // of each sequence and `together` key/value heads, and the end of the last
+  for (int64_t s = 0; s < args.num_sequences; ++s) {
+    for (int64_t head = 0; head < args.num_kv_heads; head += together) {
       first_span.push_back(static_cast<int64_t>(spans.size()));
       for (int64_t begin = 0; begin < args.context_lengths[s]; begin += kSpanKeys) {
-        spans.push_back({s, head, begin, std::min(begin + kSpanKeys, args.context_lengths[s])});
+        spans.push_back({s, head, together, begin, std::min(begin + kSpanKeys, args.context_lengths[s])});
       }
     }
   }
   first_span.push_back(static_cast<int64_t>(spans.size()));
 
-  const int threads = omp_get_max_threads();
   const int64_t stride = partial_stride(args), thread_floats = scratch_floats(args, kernels.lanes);
-  const int64_t num_spans = static_cast<int64_t>(spans.size());
+  const int64_t num_tasks = static_cast<int64_t>(spans.size()), task_floats = together * shared * stride;
   const std::unique_ptr<float[]> scratch(new float[threads * thread_floats]);
-  const std::unique_ptr<float[]> partials(new float[num_spans * shared * stride]);
+  const std::unique_ptr<float[]> partials(new float[num_tasks * task_floats]);
 
 #pragma omp parallel num_threads(threads)
   {
     float* mine = scratch.get() + omp_get_thread_num() * thread_floats;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t n = 0; n < num_spans; ++n) kernels.attend(args, spans[n], mine, &partials[n * shared * stride]);
+    for (int64_t n = 0; n < num_tasks; ++n) {
+      const KeySpan* next = n + threads < num_tasks ? &spans[n + threads] : nullptr;
+      kernels.attend(args, spans[n], next, mine, &partials[n * task_floats]);
+    }
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < args.num_sequences * args.num_heads; ++row) {
       const int64_t s = row / args.num_heads, head = row % args.num_heads;
-      const int64_t group = s * args.num_kv_heads + head / shared, first = first_span[group];
-      float* found = partials.get() + (first * shared + head % shared) * stride;
+      const int64_t group = (s * args.num_kv_heads + head / shared) / together, first = first_span[group];
+      float* found = partials.get() + first * task_floats + head % (together * shared) * stride;
       const int64_t count = first_span[group + 1] - first, place = s * args.out_stride + head * args.out_head_stride;
-      const auto into = [&](auto* out) { join(found, count, shared * stride, args.head_size, out + place); };
+      const auto into = [&](auto* out) { join(found, count, task_floats, args.head_size, out + place); };
       switch (args.dtype) {
         case DType::kFloat32: into(static_cast<float*>(args.out)); break;
         case DType::kBFloat16: into(static_cast<BFloat16*>(args.out)); break;
