@@ -55,7 +55,7 @@ template <typename Format, int R, Ahead kAhead>
 void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, Fetch fetch,
               typename Format::Vec* state, float* out) {
   constexpr int kTokens = R == kTileRows ? Format::kTileTokens : Format::kWideTokens;
-  const int64_t tiles = (tokens + kTokens - 1) / kTokens;
+  const int64_t tiles = (tokens + kTokens - 1) / kTokens, least = tokens / tiles, longer = tokens % tiles;
   const int64_t step_bytes = fetch.bytes / (tiles * (rows.columns / Format::kStep) + 1) + 1;
   // At most two lines per step are prefetched; a longer step would leave gaps.
   const char* ahead = step_bytes <= 2 * kLineBytes ? fetch.cursor : nullptr;
@@ -70,8 +70,8 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
     block.scale[0] = rows.scale;
     for (int n = 0; n < kTileRows; ++n) block.groups[n] = rows.groups.from(n * rows.step);
     block.ahead_bytes = step_bytes;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t m = t * tokens / tiles, count = (t + 1) * tokens / tiles - m;
+    for (int64_t t = 0, m = 0; t < tiles; ++t) {
+      const int64_t count = least + (t < longer ? 1 : 0);
       block.ahead = ahead;
       if (ahead) {
         multiply_tile<Format, R, kAhead>(count, x + m, block, state + m * R, out + m * kRows);
@@ -79,6 +79,7 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
       } else {
         multiply_tile<Format, R, Ahead::kNothing>(count, x + m, block, state + m * R, out + m * kRows);
       }
+      m += count;
     }
   }
 }

@@ -24,10 +24,11 @@ void dot_streams(const char* const* x, int64_t tokens, const WeightMatrix<Format
   block.row_stride = quarter * step * matrix.row_stride;
   block.end = matrix.columns;
   block.first = block.last = true;
+  const bool scaled = Format::kGroupScales || matrix.row_scale(first) != nullptr;
   for (int64_t r = 0; r < quarter; ++r) {
     float sums[Format::kMaxTokens * kRows];
     block.w = matrix.row(first + r * step);
-    for (int n = 0; n < kTileRows; ++n) {
+    for (int n = 0; scaled && n < kTileRows; ++n) {
       const int64_t row = first + (r + n * quarter) * step;
       block.scale[n] = matrix.row_scale(row);
       block.groups[n] = matrix.groups.from(row);
