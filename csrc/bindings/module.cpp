@@ -6,6 +6,8 @@
 #include <string>
 
 #include "bindings/from_python.h"
+#include "bindings/known_calls.h"
+#include "bindings/run_checked.h"
 #include "int4_experts.h"
 #include "moeopt/fused_experts.h"
 #include "moeopt/router.h"
@@ -29,56 +31,11 @@ Isa parse_isa(const std::string& name) {
                               isa_name(best_isa()) + "'");
 }
 
-// Calls `kernel(&error)` without the GIL; throws ValueError if it finds a routing entry that names no expert.
-template <typename Kernel>
-void run_checked(Kernel kernel) {
-  RoutingError error{};
-  {
-    py::gil_scoped_release release;
-    if (kernel(&error)) return;
-  }
-  throw py::value_error((error.mapped ? "expert_map: returns local expert " : "topk_ids: got expert ") +
-                        std::to_string(error.id) + " for token " + std::to_string(error.token) + ", slot " +
-                        std::to_string(error.slot) + ", expected below " + std::to_string(error.limit) +
-                        ", or negative to skip");
-}
-
 void fused_experts(const py::dict& experts, const std::string& isa_name) {
   const auto args = from_python<FusedExpertsArgs>("experts", experts);
   const Isa isa = parse_isa(isa_name);
   run_checked([&](RoutingError* error) { return fused_experts_cpu(args, isa, error); });
 }
-
-// A call of the CPU experts that was described once and runs again on other tokens: reading a description takes as long
-// as the experts of a small layer.
-class FusedExpertsAgain {
- public:
-  // `w13`, `w2`: Int4Scales of INT4 weights, or None.
-  FusedExpertsAgain(const py::dict& experts, const py::object& w13, const py::object& w2)
-      : args_(from_python<FusedExpertsArgs>("experts", experts)), isa_(best_isa()), int4_(!w13.is_none()) {
-    if (!int4_) return;
-    w13_ = from_python<Int4Scales>("w13", w13.cast<py::dict>());
-    w2_ = from_python<Int4Scales>("w2", w2.cast<py::dict>());
-  }
-
-  void run(int64_t num_tokens, uintptr_t x, uintptr_t out, uintptr_t topk_weights, uintptr_t topk_ids) const {
-    FusedExpertsArgs args = args_;
-    args.num_tokens = num_tokens;
-    args.x = reinterpret_cast<const void*>(x);
-    args.out = reinterpret_cast<void*>(out);
-    args.topk_weights = reinterpret_cast<const float*>(topk_weights);
-    args.topk_ids = reinterpret_cast<const void*>(topk_ids);
-    run_checked([&](RoutingError* error) {
-      return int4_ ? int4_experts_cpu(args, w13_, w2_, isa_, error) : fused_experts_cpu(args, isa_, error);
-    });
-  }
-
- private:
-  const FusedExpertsArgs args_;
-  const Isa isa_;
-  const bool int4_;
-  Int4Scales w13_{}, w2_{};
-};
 
 void sparse_experts(const py::dict& experts, const py::dict& masks, const std::string& isa_name) {
   const auto args = from_python<FusedExpertsArgs>("experts", experts);
@@ -156,11 +113,15 @@ PYBIND11_MODULE(_kernels, module) {
   module.doc() = "Compiled kernels of moe_optimizer.ops; call them through that package.";
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("experts"), py::arg("isa") = "");
-  py::class_<FusedExpertsAgain>(module, "FusedExpertsAgain", "A described call of the experts, for other tokens.")
-      .def(py::init<const py::dict&, const py::object&, const py::object&>(), py::arg("experts"),
+  py::class_<KnownCalls>(module, "KnownCalls", "Calls of the experts that were described once, for other tokens.")
+      .def(py::init<const py::handle&>(), py::arg("tensor_type"))
+      .def("again", &KnownCalls::again, py::arg("inputs"), py::arg("out"), py::arg("zeros"))
+      .def("again_from_logits", &KnownCalls::again_from_logits, py::arg("inputs"), py::arg("out"), py::arg("logits"),
+           py::arg("top_k"), py::arg("renormalize"))
+      .def("remember", &KnownCalls::remember, py::arg("inputs"), py::arg("out"), py::arg("zeros"), py::arg("experts"),
            py::arg("w13") = py::none(), py::arg("w2") = py::none())
-      .def("run", &FusedExpertsAgain::run, py::arg("num_tokens"), py::arg("x"), py::arg("out"), py::arg("topk_weights"),
-           py::arg("topk_ids"));
+      .def("clear", &KnownCalls::clear)
+      .def("__len__", &KnownCalls::size);
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("int4_experts", &int4_experts, py::arg("experts"), py::arg("w13"), py::arg("w2"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));

@@ -4,7 +4,8 @@
 //   --------------------------------------------------------------- all threads meet
 //   phase 2  tasks (sequence, query head)                         partial sums --> out, rounded once
 //
-// With few of them a task is one key/value head. Spans are cut at fixed keys, so long contexts are shared among threads and the bits do not depend on their number.
+// With few of them a task is one key/value head. Spans are cut at fixed keys, so long contexts are shared among threads
+// and the bits do not depend on their number.
 #include "paged_attention.h"
 
 #include <omp.h>
@@ -21,9 +22,9 @@
 namespace moeopt {
 namespace {
 
-constexpr int64_t kSpanKeys = 512;  // chosen: some microseconds of work, and few partial sums to join
+constexpr int64_t kSpanKeys = 512;     // chosen: some microseconds of work, and few partial sums to join
 constexpr int64_t kTasksOfThread = 4;  // chosen: enough to balance
-constexpr int64_t kPadFloats = 16;  // threads do not write to one line of the cache
+constexpr int64_t kPadFloats = 16;     // threads do not write to one line of the cache
 
 const AttentionKernels* kernels_of(DType dtype, Isa isa) {
 #ifdef MOEOPT_X86

@@ -18,7 +18,7 @@
 namespace moeopt {
 namespace {
 
-constexpr float kTiny = 1e-20f;  // keeps a token whose scores are all zero from dividing by zero
+constexpr float kTiny = 1e-20f;             // keeps a token whose scores are all zero from dividing by zero
 constexpr int64_t kProductsOfAScore = 256;  // that take as long as a score, its exponential and the search
 
 float to_float_at(const void* logits, DType dtype, int64_t index) {

@@ -1,15 +1,17 @@
 """Repeats calls of the CPU experts: what was checked for a layer once is not checked and described again.
 
 Checking and describing the tensors of a call takes longer than the experts of a small layer. All that it depends on is
-in a key of addresses, shapes, strides and types, which is read anew in every call: an equal key is an equal call but
-for the number of tokens and the addresses of what belongs to them.
+in a key of addresses, shapes, strides and types, which the compiled module reads anew in every call: an equal key is an
+equal call but for the number of tokens and the addresses of what belongs to them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
@@ -17,11 +19,21 @@ from moe_optimizer.ops import _load
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.kernel_arguments import Fields
 
-Zeros = Sequence[Tensor | None]
-_MOST = 4096
-"""Chosen: more layers and kinds of calls than a process has; beyond, everything is forgotten once."""
-_known: dict[tuple[Any, ...], tuple[Any, int, int]] = {}
-"""Key -> what runs the call again, and the bytes between the tokens of x and of out."""
+Zeros = tuple[Tensor | None, ...]
+
+
+@functools.cache
+def known() -> Any:
+    """Return the calls that are remembered: `KnownCalls` of the compiled module.
+
+    None where it cannot read tensors: it is not built, or torch hands them out in another way than from 2.10 on. Every
+    call is then checked and described.
+    """
+    module, _ = _load.import_kernels()
+    try:
+        return None if module is None else module.KnownCalls(torch.Tensor)
+    except ValueError:
+        return None
 
 
 def again(inputs: Inputs, out: Tensor, zeros: Zeros = ()) -> bool:
@@ -35,24 +47,31 @@ def again(inputs: Inputs, out: Tensor, zeros: Zeros = ()) -> bool:
     Raises:
         TensorContractError: an id in topk_ids names no expert.
     """
-    x = inputs.x
-    shape = x.shape
-    tokens = shape[0] if len(shape) == 2 else 0
-    known = _known.get(_key(inputs, out, zeros)) if tokens else None
-    if known is None:
-        return False
-    call, x_bytes, out_bytes = known
-    x_address, out_address = x.data_ptr(), out.data_ptr()
-    # Shifted over each other, which the kernels cannot do in place: as `overlaps_shifted`.
-    if x_address != out_address and (
-        x_address < out_address + tokens * out_bytes and out_address < x_address + tokens * x_bytes
-    ):
-        return False
+    calls = known()
     try:
-        call.run(tokens, x_address, out_address, inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr())
+        return calls is not None and calls.again(inputs, out, zeros)
     except ValueError as error:
         raise _no_expert(error, zeros) from None
-    return True
+
+
+def again_from_logits(inputs: Inputs, out: Tensor, logits: Tensor, top_k: int, *, renormalize: bool) -> bool:
+    """Do as `again` with the routing that a softmax of the logits gives, without groups or a bias.
+
+    Args:
+        inputs: of the call, whose `topk_weights` and `topk_ids` are not read.
+        out: as `again` gets it.
+        logits: [T, experts].
+        top_k: experts of a token.
+        renormalize: make their weights sum to 1.
+
+    Raises:
+        TensorContractError: an expert of the map is none of the weights'.
+    """
+    calls = known()
+    try:
+        return calls is not None and calls.again_from_logits(inputs, out, logits, top_k, renormalize)
+    except ValueError as error:
+        raise _no_expert(error) from None
 
 
 def remember(inputs: Inputs, out: Tensor, *described: Fields, zeros: Zeros = ()) -> None:
@@ -64,11 +83,9 @@ def remember(inputs: Inputs, out: Tensor, *described: Fields, zeros: Zeros = ())
         described: `FusedExpertsArgs`; with INT4 weights then the `Int4Scales` of both.
         zeros: as `again` gets them.
     """
-    if len(_known) >= _MOST:
-        _known.clear()
-    if inputs.x.shape[0]:
-        x_bytes, out_bytes = (tensor.stride(0) * tensor.element_size() for tensor in (inputs.x, out))
-        _known[_key(inputs, out, zeros)] = _load.kernels().FusedExpertsAgain(*described), x_bytes, out_bytes
+    calls = known()
+    if calls is not None:
+        calls.remember(inputs, out, zeros, *described)
 
 
 def enqueue(fields: Fields, isa: str) -> None:
@@ -83,32 +100,5 @@ def enqueue(fields: Fields, isa: str) -> None:
         raise _no_expert(error) from None
 
 
-def _no_expert(error: ValueError, zeros: Zeros = ()) -> TensorContractError:
+def _no_expert(error: ValueError, zeros: Sequence[Any] = ()) -> TensorContractError:
     return TensorContractError(f"{'int4_experts' if zeros else 'fused_experts'}: {error}")
-
-
-def _key(inputs: Inputs, out: Tensor, zeros: Zeros) -> tuple[Any, ...]:
-    """Return everything that the checks and the description of a call depend on, but for its number of tokens."""
-    x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation = inputs
-    shape, slots = x.shape, ids.shape
-    rows, hidden = shape
-    # Written out, and nothing is asked of what is not there: this is most of what a repeated call costs.
-    return (
-        w13.data_ptr(), w13.shape, w13.stride(), w13.dtype,
-        w2.data_ptr(), w2.shape, w2.stride(), w2.dtype,
-        hidden, x.stride(), x.dtype, x.is_cpu,
-        out.shape == shape, out.stride(), out.dtype, out.is_cpu,
-        slots[1:], ids.stride(), ids.dtype, ids.is_cpu, slots[0] == rows,
-        weights.shape == slots, weights.stride(), weights.dtype, weights.is_cpu,
-        activation,
-        None if expert_map is None else _constant(expert_map),
-        None if w13_scale is None else _constant(w13_scale),
-        None if w2_scale is None else _constant(w2_scale),
-        None if w13_bias is None else _constant(w13_bias),
-        None if w2_bias is None else _constant(w2_bias),
-        *[None if zero is None else _constant(zero) for zero in zeros],
-    )  # fmt: skip
-
-
-def _constant(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -79,7 +79,15 @@ def flash_dmoe(
 
     Numerics and limits: those of `fused_experts`; the gate computes in float32, and the lower id wins a tie.
     """
-    experts = (w13, w2, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation)
+    optional = (expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
+    is_plain = num_expert_group is None and topk_group is None and score_bias is None and routed_scaling_factor == 1
+    if is_plain and scoring == "softmax" and x.is_cpu and not torch.compiler.is_compiling():
+        # Most of what a repeated call of a small layer costs is torch's way into an op in Python.
+        result = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+        inputs = Inputs(x, w13, w2, router_logits, router_logits, *optional, activation)
+        if cpu_calls.again_from_logits(inputs, result, router_logits, top_k, renormalize=renormalize):
+            return result
+    experts = (w13, w2, *optional, activation)
     router = (top_k, score_bias, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
     if out is None:
         return torch.ops.moe_optimizer.flash_dmoe(x, router_logits, *experts, *router)

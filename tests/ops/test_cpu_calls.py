@@ -17,7 +17,7 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 
 @pytest.fixture
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
-    cpu_calls._known.clear()
+    cpu_calls.known().clear()
     generator = torch.Generator().manual_seed(0)
     w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator)
     return w13, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator)
@@ -39,7 +39,7 @@ def both(layer: tuple[torch.Tensor, torch.Tensor], count: int, seed: int) -> tup
 def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
     for count, seed in ((3, 0), (3, 1), (1, 2), (17, 3), (0, 4), (2, 5)):
         assert torch.equal(*both(layer, count, seed))
-    assert len(cpu_calls._known) < 6
+    assert len(cpu_calls.known()) < 6
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -51,7 +51,7 @@ def test_repeated_calls_with_int4_weights_give_the_bits_of_first_ones(
         x, weights, ids = tokens(count, seed)
         out = fused_experts(x, w13, w2, weights, ids, out=torch.full_like(x, float("nan")))
         assert torch.equal(out, fused_experts(x, w13, w2, weights, ids))
-    assert len(cpu_calls._known) == 1
+    assert len(cpu_calls.known()) == 1
     x, weights, ids = tokens(3, 0)
     with pytest.raises(TensorContractError, match="int4_experts: topk_ids"):
         fused_experts(x, w13, w2, weights, ids + EXPERTS, out=torch.empty_like(x))
@@ -124,7 +124,7 @@ def test_a_layer_from_its_logits_repeats_what_was_checked_of_its_experts(
         return first
 
     for count in (3, 1, 17):
-        cpu_calls._known.clear()
+        cpu_calls.known().clear()
         run(count)
 
 

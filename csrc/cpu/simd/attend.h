@@ -221,8 +221,8 @@ void attend(const PagedAttentionArgs& args, const KeySpan& span, const KeySpan* 
   float* const total = largest + heads;
   std::memset(scratch, 0, (total + heads - scratch) * sizeof(float));
   for (int64_t i = 0; i < heads; ++i) {
-    const T* row =
-        static_cast<const T*>(args.q) + span.sequence * args.q_stride + (span.kv_head * shared + i) * args.q_head_stride;
+    const T* row = static_cast<const T*>(args.q) + span.sequence * args.q_stride +
+                   (span.kv_head * shared + i) * args.q_head_stride;
     for (int64_t k = 0; k < d; ++k) q[i * padded + k] = to_float(row[k]) * args.scale;
     largest[i] = -INFINITY;
   }

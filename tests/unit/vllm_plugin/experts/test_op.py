@@ -61,7 +61,7 @@ def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(name: str) -
     weights = in_format(name)
     for tokens in (4, 4, 2, 18):
         got = by_op(weights, called(tokens))
-        cpu_calls._known.clear()
+        cpu_calls.known().clear()
         first = called(tokens)
         weight_format(name).compute(weights, first)
         assert torch.equal(got, first.out)
@@ -76,7 +76,7 @@ def test_only_the_first_call_of_a_layer_is_described_for_its_format(monkeypatch:
         compute(self, weights, call)
 
     monkeypatch.setattr(WeightFormat, "compute", counted)
-    cpu_calls._known.clear()
+    cpu_calls.known().clear()
     for tokens in (4, 4, 2, 18):
         by_op(weights, called(tokens))
     assert described == [4]
