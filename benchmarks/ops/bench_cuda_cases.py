@@ -40,7 +40,6 @@ SHAPES = {
         Shape("qwen3-30b-a3b-ep2", 2048, 768, 64, 8, 128),
         Shape("qwen3-30b-a3b-ep4", 2048, 768, 32, 8, 128),
         Shape("olmoe-1b-7b", 2048, 1024, 64, 8),
-        Shape("qwen3-30b-a3b-tp4", 2048, 192, 128, 8),
         Shape("qwen3-30b-a3b-tp8", 2048, 96, 128, 8),
         Shape("mixtral-8x7b-tp4", 4096, 3584, 8, 2),
         Shape("mixtral-8x7b-tp2", 4096, 7168, 8, 2),

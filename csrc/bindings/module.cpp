@@ -8,6 +8,7 @@
 #include "bindings/from_python.h"
 #include "bindings/known_calls.h"
 #include "bindings/run_checked.h"
+#include "bindings/token_row_calls.h"
 #include "int4_experts.h"
 #include "moeopt/fused_experts.h"
 #include "moeopt/router.h"
@@ -122,6 +123,13 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("w13") = py::none(), py::arg("w2") = py::none())
       .def("clear", &KnownCalls::clear)
       .def("__len__", &KnownCalls::size);
+  py::class_<TokenRowCalls>(module, "TokenRowCalls", "What a decoder layer does with rows between its products.")
+      .def(py::init<const py::handle&>(), py::arg("tensor_type"))
+      .def("add_rms_norm", &TokenRowCalls::add_rms_norm, py::arg("x"), py::arg("residual"), py::arg("weight"),
+           py::arg("eps"), py::arg("sum"), py::arg("out"))
+      .def("turn_heads", &TokenRowCalls::turn_heads, py::arg("x"), py::arg("num_heads"), py::arg("q_weight"),
+           py::arg("k_weight"), py::arg("eps"), py::arg("cos"), py::arg("sin"))
+      .def("store_rows", &TokenRowCalls::store_rows, py::arg("source"), py::arg("slots"), py::arg("target"));
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("int4_experts", &int4_experts, py::arg("experts"), py::arg("w13"), py::arg("w2"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.ops import token_rows
 
 
 class SdpaAttention:
@@ -13,8 +14,9 @@ class SdpaAttention:
     capturable = False
 
     def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
-        for stored, new in zip(cache_2BSKd.flatten(1, 2), (k_TKd, v_TKd), strict=True):
-            stored.index_copy_(0, batch.slots_T, new)
+        for stored_BSKd, new_TKd in zip(cache_2BSKd, (k_TKd, v_TKd), strict=True):
+            if not token_rows.store_rows(new_TKd, batch.slots_T, stored_BSKd):
+                stored_BSKd.flatten(0, 1).index_copy_(0, batch.slots_T, new_TKd)
         out_THd, count = torch.empty_like(q_THd), batch.num_decodes
         if count:
             self.decode(q_THd[:count], cache_2BSKd, batch, out_THd[:count])

@@ -15,6 +15,7 @@ from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import head_size, rotate
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.ops import token_rows
 
 QKNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normalized, and over what: each head, or all heads of a token together."""
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.num_heads = ranks.share(heads, "heads")
         self.num_kv_heads = 1 if ranks.size % kv_heads == 0 else ranks.share(kv_heads, "key/value heads")
         self.head_dim, self.qk_norm = head_size(config), qk_norm
+        self.eps = config.rms_norm_eps
         self.clip: float | None = getattr(config, "clip_qkv", None)
         sizes = {"q": self.num_heads * self.head_dim}
         sizes |= dict.fromkeys("kv", self.num_kv_heads * self.head_dim)
@@ -59,7 +61,11 @@ class Attention(nn.Module):
             qkv = qkv.clamp(-self.clip, self.clip)
         qkv_TNd = qkv.unflatten(-1, (-1, self.head_dim))
         qk_TNd, v_TKd = qkv_TNd.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        q_THd, k_TKd = self.turned(qk_TNd, *rope).split([self.num_heads, self.num_kv_heads], dim=1)
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
+        # In place: the product is nobody else's.
+        if not token_rows.turn_heads(qk_TNd, self.num_heads, rope, weights, self.eps):
+            qk_TNd = self.turned(qk_TNd, *rope)
+        q_THd, k_TKd = qk_TNd.split([self.num_heads, self.num_kv_heads], dim=1)
         out = self.backend.attend(q_THd, k_TKd, v_TKd, self.kv_cache, batch)
         return self.o_proj(out.flatten(-2))
 

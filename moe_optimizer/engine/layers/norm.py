@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_optimizer.engine.layers.linear import Layer
+from moe_optimizer.ops import token_rows
 
 
 class RMSNorm(Layer):
@@ -21,6 +22,9 @@ class RMSNorm(Layer):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum, normalized, and the sum."""
+        at_once = token_rows.add_rms_norm(x, residual, self.weight, self.eps)
+        if at_once is not None:
+            return at_once
         residual = x + residual
         return normalized(residual, self.weight, self.eps), residual
 
