@@ -12,6 +12,7 @@ from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import DoesNotFitError
+from moe_optimizer.ops import use_huge_pages
 
 _GIB = 1 << 30
 _SHARE_OF_HOST = 0.5
@@ -81,7 +82,9 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch writes its zeros; those of numpy take no memory before they are used.
-    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    zeros = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
+    use_huge_pages(zeros, as_written=True)
+    return zeros.view(dtype).view(shape)
 
 
 def _free_bytes(config: EngineConfig) -> int:

@@ -11,7 +11,7 @@ from moe_optimizer.engine.attention.backend import make_backend
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
-from moe_optimizer.engine.layers.linear import Linear, MergedLinear
+from moe_optimizer.engine.layers.linear import Layer, Linear, MergedLinear
 from moe_optimizer.engine.layers.moe import Experts, MoE
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
@@ -167,6 +167,8 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
     for module in model.modules():
         if isinstance(module, Experts) and config.args.quantization == "fp8":
             module.to_fp8()
+        if isinstance(module, Layer):
+            module.use_huge_pages()
         if isinstance(module, MoE):
             module.fused = config.args.fused_moe
         # A chain of small operations in one kernel rounds to the model's dtype once instead of after each.

@@ -11,6 +11,7 @@ import errno
 import os
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -19,11 +20,16 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h
 
 
-def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
+def use_huge_pages(tensor: Tensor, *, as_written: bool = False) -> tuple[bool, str]:
     """Move the tensor's memory to huge pages, in place: addresses and contents stay.
 
     Takes about as long as copying the tensor once. Call it after the weights are loaded. Memory at the two ends that
     does not fill a huge page stays as it is.
+
+    Args:
+        tensor: on the CPU; also one that oneDNN has reordered.
+        as_written: only memory that is written for the first time from now on is on huge pages; nothing is moved, and
+            what is never written to takes no memory.
 
     Returns:
         Whether it was done, and the reason if not ("" if so). Not done is never an error: only speed differs.
@@ -32,8 +38,7 @@ def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
         return False, f"the tensor is on {tensor.device}"
     if not tensor.numel():
         return False, "the tensor is empty"
-    start = tensor.data_ptr()
-    end = start + _extent_bytes(tensor)
+    start, end = _memory_of(tensor)
     first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     length = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
     if length <= 0:
@@ -44,7 +49,7 @@ def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
         return False, "the kernel has no transparent huge pages"
     if "[never]" in setting:
         return False, f"transparent huge pages are switched off ({SETTING})"
-    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+    for advice in (_MADV_HUGEPAGE,) if as_written else (_MADV_HUGEPAGE, _MADV_COLLAPSE):
         code = _advise(first, length, advice)
         if code == errno.EINVAL and advice == _MADV_COLLAPSE:
             return False, "the kernel collapses pages only in the background (needs Linux 6.1)"
@@ -53,10 +58,14 @@ def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
     return True, ""
 
 
-def _extent_bytes(tensor: Tensor) -> int:
-    """Bytes from the first to the last element, gaps of the strides included."""
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the end of the last element, gaps of the strides included."""
+    if tensor.is_mkldnn:
+        start = torch.ops.mkldnn.data_ptr(tensor)
+        return start, start + torch.ops.mkldnn._nbytes(tensor)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _advise(address: int, length: int, advice: int) -> int:

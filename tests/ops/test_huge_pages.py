@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,26 @@ def test_contents_stay_and_the_memory_is_on_huge_pages() -> None:
         pytest.skip(f"this machine: {reason}")
     middle = address + (8 << 20)
     assert huge_bytes(middle) >= 8 << 20
+
+
+def test_memory_of_a_reordered_weight_is_on_huge_pages() -> None:
+    weight = torch.randn(2048, 2048)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    done, reason = use_huge_pages(packed)
+    if not done:
+        pytest.skip(f"this machine: {reason}")
+    assert huge_bytes(torch.ops.mkldnn.data_ptr(packed) + (8 << 20)) >= 8 << 20
+
+
+def test_memory_that_is_not_written_yet_is_not_taken() -> None:
+    pages = torch.from_numpy(np.zeros(64 << 20, np.uint8))
+    middle = pages.data_ptr() + (32 << 20)
+    done, reason = use_huge_pages(pages, as_written=True)
+    assert huge_bytes(middle) == 0
+    if not done:
+        pytest.skip(f"this machine: {reason}")
+    pages[32 << 20] = 1
+    assert huge_bytes(middle) == 2 << 20
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_optimizer import ops
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.errors import InputError, described
 from moe_optimizer.log import get_logger
@@ -50,6 +51,11 @@ class Layer(nn.Module):
         for parameter, target in self.named_parameters():
             yield f"{name}.{parameter}", Place(target.data, *self.sliced)
 
+    def use_huge_pages(self) -> None:
+        """Move what the products read to huge pages, once it is loaded."""
+        for parameter in self.parameters():
+            ops.use_huge_pages(parameter.data)
+
 
 class Matrix(Layer):
     """A layer that multiplies by its weight [outputs, inputs]."""
@@ -89,6 +95,10 @@ class Matrix(Layer):
                          torch.__version__, described(error))  # fmt: skip
             return
         self.packed, self._packed_version = packed, self.weight._version
+        self.use_huge_pages()
+
+    def use_huge_pages(self) -> None:
+        ops.use_huge_pages(self.weight.data if self.packed is None else self.packed)
 
 
 def _onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
