@@ -124,9 +124,10 @@ def _check_model_len(request: PlanRequest) -> None:
     if given.value("--max-model-len") not in (None, "auto", "-1"):
         asked = given.count("--max-model-len")
     if asked is not None and asked > most:
+        way = f"{ALLOW_LONG_MODEL_LEN}=1 in the environment lets vLLM go beyond what the model was made for"
         raise InputError(
             f"--max-model-len: got {asked}, expected at most the {most} tokens of {request.model.name}",
-            hint=f"{ALLOW_LONG_MODEL_LEN}=1 in the environment lets vLLM go beyond what the model was made for",
+            hint=None if request.engine == "embedded" else way,
         )
 
 

@@ -73,6 +73,12 @@ def test_an_embedded_plan_has_no_pass_on_and_shows_the_command_of_the_engine() -
     assert "scheduler" in render_plan(plan, explain=True)
 
 
+def test_a_length_that_only_vllm_can_go_beyond_is_refused_without_saying_how() -> None:
+    with pytest.raises(InputError, match="--max-model-len") as caught:
+        make_plan(embedded.with_engine(asked("embedded", max_model_len=4096))[0])
+    assert caught.value.hint is None
+
+
 def test_an_optimization_of_vllm_is_refused() -> None:
     with pytest.raises(InputError, match="--enable-fp8"):
         embedded.with_engine(asked("embedded", wishes=resolve_wishes(["fp8"], [])))
