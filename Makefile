@@ -1,4 +1,4 @@
-# make demo   set up, serve the bundled model through vLLM with the plugin, ask it, show the proof, stop
+# make demo   set up, answer without vLLM, serve the bundled model through vLLM with the plugin, ask it, show the proof, stop
 # make test   set up and run every check and test
 # make setup  set up only: .venv/bin/moe-optimizer works afterwards
 # make wheel  build dist/*.whl with the CPU and CUDA kernels, one per Python (PYTHONS="3.11 3.12")
