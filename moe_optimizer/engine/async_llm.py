@@ -40,10 +40,10 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self, prompt: Prompt, sampling_params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs of a request as they come. Leaving the loop early aborts it."""
-        async with aclosing(self.generate_all([prompt], params, priority=priority)) as outputs:
+        async with aclosing(self.generate_all([prompt], sampling_params, priority=priority)) as outputs:
             async for _, output in outputs:
                 yield output
 

@@ -36,7 +36,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
 
 def test_a_stream_is_the_output_in_pieces(llm: AsyncLLM) -> None:
     async def collect() -> list[RequestOutput]:
-        return [output async for output in llm.generate([1, 2, 3], params(12, **DELTA))]
+        return [output async for output in llm.generate([1, 2, 3], sampling_params=params(12, **DELTA))]
 
     pieces = asyncio.run(collect())
     token_ids = [token for piece in pieces for token in piece.outputs[0].token_ids]
