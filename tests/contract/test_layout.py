@@ -25,6 +25,14 @@ def test_the_embedded_engine_stays_small_enough_to_be_read() -> None:
     assert sum(bool(line.strip()) for line in lines) <= 3500
 
 
+def test_every_file_of_the_embedded_engine_has_a_place_in_the_reading_order() -> None:
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    order = page.partition("## Reading order")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`moe_optimizer/engine/([a-z_]+(?:\.py|/))[^`]*`", order))
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in (PACKAGE / "engine").glob("[a-z]*")}
+    assert named == there
+
+
 def test_only_the_plugin_measure_and_one_attention_backend_name_vllm_in_an_import() -> None:
     offenders = [
         str(path.relative_to(ROOT))
