@@ -1,30 +1,22 @@
-"""Finds the family of a model."""
+"""Finds the family of a model: the class in the file of this folder that is named as its `model_type`."""
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from moe_optimizer.engine.models.decoder import CausalLM
-from moe_optimizer.engine.models.mixtral import MixtralForCausalLM
-from moe_optimizer.engine.models.olmoe import OlmoeForCausalLM
-from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM
-from moe_optimizer.engine.models.qwen3_moe import Qwen3MoeForCausalLM
 from moe_optimizer.errors import UnsupportedError
 
-FAMILIES: dict[str, type[CausalLM]] = {
-    "qwen3": Qwen3ForCausalLM,
-    "qwen3_moe": Qwen3MoeForCausalLM,
-    "mixtral": MixtralForCausalLM,
-    "olmoe": OlmoeForCausalLM,
-}
-"""By `model_type` of config.json."""
+_FAMILIES = sorted({path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"decoder", "registry"})
 _SETTINGS = {"sliding_window": None, "hidden_act": "silu", "quantization_config": None}
 """What every family computes; with another value its outputs would be wrong."""
 
 
 def model_class(config: Any) -> type[CausalLM]:
     """Return the class for a configuration."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in _FAMILIES:
         raise UnsupportedError(
-            f"config.json: model_type: got {config.model_type!r}, expected one of {', '.join(FAMILIES)}",
+            f"config.json: model_type: got {config.model_type!r}, expected one of {', '.join(_FAMILIES)}",
             hint="docs/engine.md says how to add a family; vLLM serves more",
         )
     for name, expected in _SETTINGS.items():
@@ -33,4 +25,5 @@ def model_class(config: Any) -> type[CausalLM]:
                 f"config.json: {name}: got {got!r}, expected {expected!r}",
                 hint="vLLM serves more; quantization='fp8' converts the experts of a plain checkpoint while loading",
             )
-    return FAMILIES[config.model_type]
+    module = import_module(f"{__package__}.{config.model_type}")
+    return next(each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__)
