@@ -34,7 +34,7 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
     """
     if (save is None) == (against is None):
         raise InputError("--save, --against: expected one of them")
-    before = None if against is None else _kept(against)
+    before = None if against is None else _kept(against.expanduser())
     llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=8)
     found: dict[str, Any] = {}
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -45,7 +45,7 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
             f"{kind}: {prompt!r}": output.outputs[0].token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)
         }
     if save is not None:
-        write_atomically(save, json.dumps(found, indent=1) + "\n")
+        write_atomically(save.expanduser(), json.dumps(found, indent=1) + "\n")
         return GenerationsReport(outputs=len(found), changed=())
     return GenerationsReport(outputs=len(found), changed=tuple(_changes(before or {}, found)))
 

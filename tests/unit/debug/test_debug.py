@@ -176,9 +176,10 @@ def test_a_block_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch
     assert not finding(compare(TINY_MOE, layer=0), "KV cache").same
 
 
-def test_changed_outputs_are_found(tmp_path: Path) -> None:
+def test_changed_outputs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "outputs.json"
-    assert generations(TINY_MOE, save=file, against=None, max_tokens=6).changed == ()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert generations(TINY_MOE, save=Path("~") / file.name, against=None, max_tokens=6).changed == ()
     assert generations(TINY_MOE, save=None, against=file, max_tokens=6).changed == ()
     kept = json.loads(file.read_text())
     name = sorted(kept)[0]
