@@ -41,7 +41,7 @@ class SamplingParams(Arguments):
     """0 is greedy: always the most likely token."""
     temperature_schedule: list[tuple[TokenId, Temperature]] = Field(default_factory=list)
     """(number of output tokens, temperature) in ascending order: the temperature from that token on."""
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=2**63)
     """Only the k most likely tokens; 0 or -1 is all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Only the fewest most likely tokens whose probabilities sum to at least this."""

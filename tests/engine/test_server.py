@@ -125,6 +125,7 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("completions", {"prompt": "x", "logprobs": 10**6}, 400),
         ("completions", {"prompt": "x", "best_of": 3, "stream": True}, 400),
         ("completions", {"prompt": "x", "temprature": 1}, 400),
+        ("completions", {"prompt": "x", "top_k": 2**63}, 400),
         ("completions", {"prompt": "x", "stop": [""]}, 400),
         ("completions", {"prompt": "x", "output_kind": "delta"}, 400),
         ("completions", {"prompt": "x", "min_tokens": 2, "stop_token_ids": [999999]}, 400),
