@@ -69,7 +69,7 @@ class EngineArgs(Arguments):
     """False computes the experts one after the other in plain torch."""
     packed_weights: bool = True
     """On CPUs a second copy of large weights in oneDNN's order, in which products take half the time."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -148,6 +148,7 @@ def test_a_conversation_goes_through_the_chat_template(tiny_moe_llm: LLM) -> Non
         ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, "chunked"),
         ({"device": "abacus"}, "device"),
         ({"dtype": "float8"}, "dtype"),
+        ({"seed": 2**70}, "seed"),
     ],
 )
 def test_a_wrong_argument_is_an_error(arguments: dict[str, Any], word: str) -> None:
