@@ -11,7 +11,10 @@ _GROUPS = (
     ("gate top-k", r"topk_?gating|topk_?softmax|topk_?sigmoid|grouped_topk|moe_fused_gate"),
     # Before the dense products: the names of grouped products hold "gemm" too. What Inductor fuses in front of the op
     # `moe_forward` is named after it, and is none of it.
-    (EXPERTS, r"fused_moe|moeopt|moe_(?!forward)|expert|silu_and_mul|act_and_mul|swiglu|grouped_gemm|m_grouped|group_quant"),
+    (
+        EXPERTS,
+        r"fused_moe|moeopt|moe_(?!forward)|expert|silu_and_mul|act_and_mul|swiglu|grouped_gemm|m_grouped|group_quant",
+    ),
     ("cache write", r"reshape_and_cache|concat_and_cache|cache_kernel"),
     (ATTENTION, r"flash|fmha|attention|attn|mla|paged"),
     ("RoPE", r"rotary|rope"),
