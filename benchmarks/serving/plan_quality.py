@@ -2,7 +2,7 @@
 
     python benchmarks/serving/plan_quality.py --model examples/tiny-moe --profiles balanced,aggressive --write
 
-Each profile is compared with stock vLLM in a run of its own: the same tokens through both servers' API. With
+Each profile, one of ours or a YAML file, is compared with stock vLLM in a run of its own: the same tokens through both servers' API. With
 --run-dir a run that was stopped goes on. What follows -- goes to the command.
 """
 
@@ -43,8 +43,9 @@ def main() -> int:
         )
         if found.returncode not in _KEPT:
             return found.returncode
-        results[profile] = {"exit_code": found.returncode, **json.loads(found.stdout)}
-        print(profile, found.returncode, results[profile]["kl_mean"], results[profile]["failed"])
+        name = Path(profile).stem
+        results[name] = {"exit_code": found.returncode, **json.loads(found.stdout)}
+        print(name, found.returncode, results[name]["kl_mean"], results[name]["failed"])
     machine = host(load)
     record = {
         **head("next-token distributions of plans and of stock vLLM, through the served API", options.commit),
