@@ -2,8 +2,8 @@
 
     python benchmarks/serving/plan_quality.py --model examples/tiny-moe --profiles balanced,aggressive --write
 
-Each profile, one of ours or a YAML file, is compared with stock vLLM in a run of its own: the same tokens through both servers' API. With
---run-dir a run that was stopped goes on. What follows -- goes to the command.
+Each profile, one of ours or a YAML file, is compared with stock vLLM in a run of its own: the same tokens through both
+servers' API. With --run-dir a run that was stopped goes on. What follows -- goes to the command.
 """
 
 from __future__ import annotations
