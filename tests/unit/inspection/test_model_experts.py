@@ -80,6 +80,14 @@ def test_prediction_layers_are_left_out(load_config: Load, inspect_config: Inspe
     assert (more.mtp_layers, more.mtp_weight_bytes) == (3, None)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm_moe_dsa", "mimo", "ernie4_5_moe", "qwen3_5_moe"])
+def test_published_families_say_that_they_have_prediction_layers(
+    name: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    # Of Qwen3-Next only the weight files say it: test_checkpoint_headers.py.
+    assert inspect_config(load_config(name)).mtp_layers == 1
+
+
 def test_ungated_experts_have_two_matrices(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("nemotron_h_moe"))
     assert spec.expert_matrices == 2
