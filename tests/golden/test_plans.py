@@ -72,6 +72,8 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_balanced": (qwen3_30b_a3b, ("h100_sxm", 1), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x1_aggressive": (qwen3_30b_a3b, ("h100_sxm", 1), "aggressive"),
     "qwen3-30b-a3b_h100_sxm-x1_single_h100": (qwen3_30b_a3b, ("h100_sxm", 1), "single_h100"),
+    "qwen3-30b-a3b_h100_sxm-x1_throughput": (qwen3_30b_a3b, ("h100_sxm", 1), "throughput"),
+    "qwen3-30b-a3b_h100_sxm-x1_four-bit": (qwen3_30b_a3b, ("h100_sxm", 1), "four-bit"),
     "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
     "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), "replicas"),
@@ -106,6 +108,8 @@ CASES = {
     "tiny-moe-int4_cpu_balanced": (tiny_moe_int4, None, "balanced"),
     "tiny-moe_cpu_int4": (tiny_moe, None, "int4"),
 }
+_BUILT = ("gpt-oss", "qwen3-30b-a3b-int4")
+"""Beginnings of cases in which our CUDA kernels are there; they are where four bits are asked for too."""
 
 
 @pytest.fixture
@@ -117,7 +121,9 @@ def plan_for(tmp_path):
     def make(case: str) -> Plan:
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
-        built = ("fused_experts",) if case.startswith(("gpt-oss", "qwen3-30b-a3b-int4")) else ()
+        built = (
+            ("fused_experts",) if machine and (case.startswith(_BUILT) or profile in ("four-bit", "throughput")) else ()
+        )
         installed = software("cuda" if machine else "cpu", location=str(tmp_path), cuda_ops=built)
         if case.endswith("_tuned"):
             (tmp_path / TUNED).write_text(json.dumps(TUNED_ROWS))
