@@ -19,6 +19,8 @@ from moe_optimizer.files import read_json, write_atomically
 from moe_optimizer.inspection.compiler_caches import cache_folders, cached_kernels
 from moe_optimizer.launcher.compile_caches import compiler_versions
 from moe_optimizer.launcher.warm_up import WarmUpResult
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
 
@@ -40,15 +42,8 @@ class WarmUpMemory:
 
     def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
         self._caches = cache_folders(environ)
-        # Without its address, and without warnings of the moment.
-        like = plan.replace(
-            serve_args=plan.serve_args.without(*_ADDRESS),
-            plain_args=plan.plain_args.without(*_ADDRESS),
-            hardware=dataclasses.replace(plan.hardware, warnings=()),
-            warnings=(),
-        )
         variables = sorted((name, value) for name, value in environ.items() if name.startswith(_COMPILERS))
-        key = [__version__, compiler_versions(plan), like.to_json(indent=None), variables, list(requests)]
+        key = [__version__, compiler_versions(plan), _what_kernels_depend_on(plan), variables, list(requests)]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._path = cache_dir(os.environ) / "start_up" / f"{name}.warm.json"
 
@@ -71,3 +66,15 @@ class WarmUpMemory:
                 write_atomically(self._path, json.dumps(kept))
             else:
                 self._path.unlink(missing_ok=True)
+
+
+def _what_kernels_depend_on(plan: Plan) -> object:
+    """Return what of a plan chooses kernels, as JSON values: reasons and sizes of memory may differ between starts."""
+    gpu, cpu = plan.hardware.gpu, plan.hardware.cpu
+    return {
+        "machine": [gpu and gpu.name, plan.hardware.driver_version, plan.hardware.cuda_version, plan.num_gpus],
+        "processor": None if gpu or cpu is None else [cpu.name, cpu.cores, list(cpu.isa)],
+        "model": encode(dataclasses.replace(plan.model, warnings=())),
+        "arguments": list(plan.serve_args.without(*_ADDRESS).words),
+        "passes": {each.pass_name: encode(each.params) for each in plan.decisions if each.status is Status.ON},
+    }
