@@ -19,7 +19,8 @@ ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
 _SUPERVISED = ("-m", supervised.__name__)
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+_NO_AOT_FILES = {"VLLM_USE_AOT_COMPILE": "0"}
 _NOT_FORKED = ("--numa-bind", "--mm-tensor-ipc")
 """Arguments with which vLLM cannot fork its processes, or refuses to."""
 
@@ -56,7 +57,7 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
     return {
         "VLLM_NO_USAGE_STATS": "1",
         **compile_caches(plan, environ),
-        **_start_method(plan),
+        **_quicker_start(plan),
         **python_environment(kept),
         **plan.serve_env,
         env.PLAN: str(plan_path),
@@ -64,15 +65,22 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
     }
 
 
-def _start_method(plan: Plan) -> dict[str, str]:
-    """Return the variable that has vLLM fork its engine and workers from its API server, where they can be.
+def _quicker_start(plan: Plan) -> dict[str, str]:
+    """Return the variables with which vLLM does not do a second time what has been done.
 
-    Otherwise each of them starts Python and imports vLLM anew, one after the other. The API server has not touched a
-    GPU by then; where it has, vLLM sees that and does not fork. Its CPU platform never does.
+    On GPUs its engine and workers are forks of its API server, where they can be: otherwise each of them starts Python
+    and imports vLLM anew, one after the other. The API server has not touched a GPU by then; where it has, vLLM sees
+    that and does not fork.
+
+    The CPU platform never does. Its compiled models are kept by Inductor alone: the file that vLLM (0.32) writes of
+    them for the next start cannot be loaded there ("no attribute 'finalize_loading'"), so that it compiled and wrote at
+    every start.
     """
-    if not plan.num_gpus or env.read_environment().disabled or any(flag in plan.serve_args for flag in _NOT_FORKED):
+    if env.read_environment().disabled:
         return {}
-    return {_START_METHOD: "fork"}
+    if not plan.num_gpus:
+        return _NO_AOT_FILES
+    return {} if any(flag in plan.serve_args for flag in _NOT_FORKED) else _FORKED
 
 
 def check_plugin_visible(plan: Plan) -> None:

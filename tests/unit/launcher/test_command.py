@@ -96,11 +96,21 @@ def test_a_gpu_servers_processes_are_forked_unless_the_user_or_an_argument_is_ag
     assert got.get("VLLM_WORKER_MULTIPROC_METHOD") == method
 
 
-def test_stock_vllm_starts_its_processes_as_it_does(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in server_command.server_environment(plan, Path("p"), {})
+def test_on_a_cpu_no_file_is_written_that_cannot_be_loaded_unless_the_user_wants_it(plan: Plan) -> None:
+    assert server_command.server_environment(plan, Path("p"), {})["VLLM_USE_AOT_COMPILE"] == "0"
+    own = server_command.server_environment(plan, Path("p"), {"VLLM_USE_AOT_COMPILE": "1"})
+    assert own["VLLM_USE_AOT_COMPILE"] == "1"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in own
+    on_gpus = make_plan(request(tiny_moe(), gpus("h100_sxm")))
+    assert "VLLM_USE_AOT_COMPILE" not in server_command.server_environment(on_gpus, Path("p"), {})
+
+
+def test_stock_vllm_starts_as_it_does(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
     stock = make_plan(request(tiny_moe(), gpus("h100_sxm")))
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in server_command.server_environment(stock, Path("p"), {})
+    for each in (plan, stock):
+        got = server_command.server_environment(each, Path("p"), {})
+        assert not {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_AOT_COMPILE"} & got.keys()
 
 
 def test_a_plugin_that_vllm_would_not_find_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
