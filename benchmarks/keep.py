@@ -23,10 +23,11 @@ def main() -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--machine", required=True)
     parser.add_argument("--subject", required=True)
+    parser.add_argument("--note", help="what else ran on the machine, and anything that the result does not say")
     options = parser.parse_args()
     result = json.loads(options.result.read_text(encoding="utf-8"))
-    if result.get("plan_file"):
-        result["plan_file"] = Path(result["plan_file"]).name
+    # Not where the files lay.
+    result |= {key: Path(result[key]).name for key in ("plan_file", "workload") if result.get(key)}
     environment = result["environment"] | {"model": Path(result["environment"]["model"]).name}
     head = {
         "what": f"{environment['model']}: {_what(result)}",
@@ -34,6 +35,7 @@ def main() -> int:
         "command": [Path(word).name if word.startswith("/") else word for word in result["command"]],
         **checkout(options.commit),
         "environment": environment,
+        **({"note": options.note} if options.note else {}),
     }
     write_record(
         head | {key: value for key, value in result.items() if key not in head}, options.machine, options.subject

@@ -97,14 +97,25 @@ def test_every_record_says_how_it_was_made_and_on_what(path: Path) -> None:
 
 def test_a_result_of_bench_is_kept_as_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = tmp_path / "bench.json"
-    result.write_text(json.dumps(encode(bench_result())))
+    result.write_text(json.dumps(encode(bench_result()) | {"workload": str(tmp_path / "chat.yaml")}))
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(
-        "sys.argv", ["keep.py", str(result), "--machine", "h100", "--subject", "served", "--commit", "abcdef1"]
-    )
+    words = [
+        str(result),
+        "--machine",
+        "h100",
+        "--subject",
+        "served",
+        "--commit",
+        "abcdef1",
+        "--note",
+        "on a busy machine",
+    ]
+    monkeypatch.setattr("sys.argv", ["keep.py", *words])
     assert keep.main() == 0
     (path,) = (tmp_path / "records").iterdir()
     assert path.name == "2026-11-22_h100_served.json"
-    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(path.read_text()))
+    found = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    assert (found["workload"], found["note"]) == ("chat.yaml", "on a busy machine")
     assert read_measured(path).values == read_measured(result).values
