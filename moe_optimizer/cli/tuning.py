@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -78,6 +78,8 @@ class Tuning:
                 hint="choose another --workload, or leave tpot out",
             )
         self._entries: list[Entry] = []
+        self._close: Callable[[], None] = lambda: None
+        """Stops the servers that are up."""
 
     def result(self) -> TuneResult:
         """Search, write plan and ledger, and return the ledger.
@@ -111,6 +113,7 @@ class Tuning:
                 on_step=show,
                 top_logprobs=_top_logprobs(plan),
             )
+            self._close = measure.close
             with contextlib.closing(measure):
                 found = search(question, measure, journal, show)
         result = self._written(found, plans, journal)
@@ -236,8 +239,13 @@ class Tuning:
         )
         sides = (dataclasses.replace(ours, name="candidate"), stock)
         plan = planned(ours)
-        # Also of servers that are up: they were started so.
-        request = dataclasses.replace(quality.request_of(asked, self._lines, sides), top_logprobs=_top_logprobs(plan))
+        request = dataclasses.replace(
+            quality.request_of(asked, self._lines, sides),
+            # Also of servers that are up: they were started so.
+            top_logprobs=_top_logprobs(plan),
+            # A GPU that two servers share has no room for a third.
+            make_room=self._close if plan.num_gpus else lambda: None,
+        )
         found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
         judgement.keep(request.judged_plan, found)
         blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}

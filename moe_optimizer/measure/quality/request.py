@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +60,8 @@ class QualityRequest:
     """Gets answers and the run folders; a run that was stopped goes on from what is there."""
     ready_timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    make_room: Callable[[], None] = lambda: None
+    """Called before passes are served alone: stops what is up beside them."""
 
     @property
     def judged_plan(self) -> Plan:

@@ -165,6 +165,7 @@ class _Run:
     ) -> tuple[list[PassResult], list[tuple[str, list[Failure]]]]:
         if not self._request.always_alone:
             self._expect(*map(_key_alone, self._request.alone))
+        self._request.make_room()
         results, failed = [], []
         for name, alone in self._request.alone.items():
             side, _ = self._serve(alone.side, _key_alone(name))

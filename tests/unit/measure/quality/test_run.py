@@ -135,13 +135,16 @@ def test_answers_of_another_run_are_not_taken(pair: Pair) -> None:
 
 def test_the_pass_that_fails_alone_is_named_and_the_other_is_not(pair: Pair) -> None:
     pair.ours.row = shifted
+    seen: list[int] = []
     assert pair.request.plan.plan is not None
     with paper_server() as good:
         alone = {
             name: Alone(side=Side(name=name, plan=pair.request.plan.plan, url=url), with_passes=(), value="")
             for name, url in (("scheduler", good.base_url), ("fp8", pair.ours.base_url))
         }
-        found = pair.run(alone=alone)
+        found = pair.run(alone=alone, make_room=lambda: seen.append(good.asked))
+    # Once, before any pass is asked.
+    assert seen == [0]
     assert {each.pass_name for each in found.failed} == {"fp8"}
     assert [each.pass_name for each in found.passes_alone] == ["scheduler", "fp8"]
     assert max(map(len, render(found).splitlines())) <= 80
