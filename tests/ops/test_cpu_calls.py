@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import cpu_calls, flash_dmoe, fused_experts, kernels_available
 from moe_optimizer.ops.int4 import quantize_int4
+from moe_optimizer.ops.topk_router import topk_router
 
 AVAILABLE, REASON = kernels_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
@@ -126,6 +129,36 @@ def test_a_layer_from_its_logits_repeats_what_was_checked_of_its_experts(
     for count in (3, 1, 17):
         cpu_calls.known().clear()
         run(count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_repeated_layer_chooses_experts_by_the_rule_it_is_given(
+    layer: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, wide = torch.randn(5, HIDDEN, generator=generator), torch.randn(5, 2 * EXPERTS, generator=generator)
+    logits = wide.to(dtype)[:, 1 : 1 + EXPERTS]
+    rules: tuple[dict[str, Any], ...] = (
+        {}, {"renormalize": False}, {"scoring": "sigmoid"}, {"score_bias": torch.tensor([5.0, 0.0, 0.0, 0.0])},
+        {"num_expert_group": 2, "topk_group": 1}, {"routed_scaling_factor": 2.0}, {},
+    )  # fmt: skip
+    for rule in rules:
+        want = fused_experts(x, *layer, *topk_router(logits, top_k=TOP_K, **rule))
+        for _ in range(2):
+            got = flash_dmoe(x, logits, *layer, top_k=TOP_K, **rule)
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_repeated_layer_refuses_an_expert_map_that_has_changed_to_a_wrong_one(
+    layer: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    x, logits = torch.randn(3, HIDDEN), torch.randn(3, EXPERTS)
+    local = torch.arange(EXPERTS, dtype=torch.int32)
+    for _ in range(2):
+        flash_dmoe(x, logits, *layer, top_k=TOP_K, expert_map=local)
+    local += EXPERTS
+    with pytest.raises(TensorContractError, match="expert_map"):
+        flash_dmoe(x, logits, *layer, top_k=TOP_K, expert_map=local)
 
 
 def test_a_layer_that_breaks_the_contract_is_refused_after_one_that_did_not(

@@ -25,7 +25,8 @@ constexpr int kTileRows = 4;
 constexpr int kWideRows = 8;
 constexpr int64_t kLineBytes = 64;
 
-// Hints of __builtin_prefetch. Rows that a single tile of tokens reads are not needed in L2 afterwards.
+// Hints of __builtin_prefetch. L2 waits for more lines at a time than L1 does: rows that memory limits are fetched into
+// it, though no tile needs them there again.
 constexpr int kIntoL1Only = 0, kIntoL2 = 2, kIntoL1AndL2 = 3;
 
 // What to fetch while multiplying.
@@ -78,7 +79,7 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
 #pragma GCC unroll 8
       for (int n = 0; n < R; ++n) {
         const char* now = reinterpret_cast<const char*>(w + n * row_stride + k);
-        __builtin_prefetch(now + Format::row_ahead_bytes(M), 0, kIntoL1Only);
+        __builtin_prefetch(now + Format::row_ahead_bytes(M), 0, kIntoL2);
       }
     }
     if constexpr (kAhead == Ahead::kStream || kAhead == Ahead::kStreamToL2) {
