@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moe_optimizer.ops import cpu_calls
-from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, weight_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
@@ -32,7 +31,7 @@ def _run_experts(*arguments: Any) -> None:
     out, x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, *_, w13_bias, w2_bias, format_name = arguments
     form = weight_format(format_name)
     # A call that is like an earlier one goes from here to the kernel: on small layers each step between costs a share.
-    inputs = Inputs(x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, form.activation)
+    inputs = (x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, form.activation)
     if not (form.read_as_held and cpu_calls.again(inputs, out)):
         form.compute(*_described(arguments))
     session = current_session()
