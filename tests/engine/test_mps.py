@@ -20,6 +20,7 @@ from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.out_of_memory import out_of_memory_explained
 from moe_optimizer.errors import DoesNotFitError, InputError
+from moe_optimizer.ops import token_rows
 
 LACKING = {torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn}
 
@@ -80,7 +81,10 @@ def generate(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "olmoe-clipped"])
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa_padded"])
-def test_the_engine_asks_for_nothing_that_mps_lacks(name: str, backend: Any, tiny_model: Any) -> None:
+def test_the_engine_asks_for_nothing_that_mps_lacks(
+    name: str, backend: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_rows, "compiled", lambda: None)  # as on MPS
     llm = LLM(
         str(tiny_model(name)), dtype="float16", device="cpu", skip_tokenizer_init=True, packed_weights=False,
         attention_backend=backend, num_gpu_blocks_override=6, max_num_batched_tokens=16, max_num_seqs=8,
