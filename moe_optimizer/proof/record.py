@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,7 +222,7 @@ class ProofWriter:
         self.proof = proof
         self.path = run_dir / PROOF_DIR / f"{proof.role}-{proof.rank}-{proof.pid}.json"
         self._marker = run_dir / WARMING_FILE
-        self._dirty = threading.Event()
+        self._dirty, self._soon = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._failed = False
         self._thread: threading.Thread | None = None
@@ -233,8 +234,15 @@ class ProofWriter:
         self._thread.start()
         atexit.register(self.write)
 
-    def touch(self) -> None:
-        """Have the thread write the changed proof."""
+    def touch(self, *, counts: bool = False) -> None:
+        """Have the thread write the changed proof.
+
+        Args:
+            counts: nothing but counts has changed. They come with the launches of a prompt's step, in which a write
+                would have the step wait for the interpreter: it comes a second later.
+        """
+        if not counts and not self._soon.is_set():
+            self._soon.set()
         # Asked of each forward of each layer; setting what is set takes its lock. What the caller has changed before is
         # in the proof that is written after `clear`.
         if not self._dirty.is_set():
@@ -242,10 +250,12 @@ class ProofWriter:
 
     def write(self) -> None:
         """Write the file now."""
+        self._soon.clear()
         self._dirty.clear()
         with self._lock:
             try:
-                write_atomically(self.path, json.dumps(encode(self.proof), indent=1, sort_keys=True))
+                # On one line: with line breaks Python's own encoder writes it, and steps wait for the interpreter.
+                write_atomically(self.path, json.dumps(encode(self.proof), sort_keys=True))
             except (OSError, RuntimeError) as error:
                 # RuntimeError: a pass was added to the proof while it was being encoded; the next write has it.
                 if isinstance(error, OSError) and not self._failed:
@@ -254,11 +264,14 @@ class ProofWriter:
                 self._dirty.set()
 
     def _keep_writing(self) -> None:
-        pause = threading.Event()
+        pause, written_at = threading.Event(), float("-inf")
         while True:
             self._dirty.wait()
+            interval = WARMING_S if self._marker.exists() else _FLUSH_INTERVAL_S
+            self._soon.wait(interval)
+            pause.wait(max(0.0, written_at + interval - time.monotonic()))
             self.write()
-            pause.wait(WARMING_S if self._marker.exists() else _FLUSH_INTERVAL_S)
+            written_at = time.monotonic()
 
 
 def read_proofs(run_dir: Path) -> tuple[Proof, ...]:

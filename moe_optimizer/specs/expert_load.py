@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Literal
 
@@ -79,7 +79,10 @@ class ExpertLoad:
 
     def to_json(self) -> str:
         """Return the file's text; `inspection.expert_load` reads it back."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        # Not by `asdict`, which copies every number: a worker writes it while steps wait for the interpreter.
+        layers = [{"index": each.index, "name": each.name, "tokens": each.tokens} for each in self.layers]
+        others = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps(others | {"layers": layers}, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,6 +239,7 @@ class PluginSession:
             pass_names, described_layer = describe()
             self.add_layer(pass_names, address, described_layer)
         known = self._layers[address]
+        ran = all(entry.ran for entry in known.entries)
         layer = known.proof
         layer.calls += 1
         layer.tokens += tokens
@@ -247,7 +248,7 @@ class PluginSession:
         for entry in known.entries:
             if not entry.ran:
                 entry.ran = all(each.calls or each.why_plain for each in entry.layers)
-        self.writer.touch()
+        self.writer.touch(counts=ran)
 
     def routes(self, address: int | None, how: str) -> None:
         """Note what multiplies the gate and chooses the experts of the layer whose weights are at `address`.
@@ -264,7 +265,7 @@ class PluginSession:
         known = self._layers.get(address)
         if known is not None and self._counting:
             known.proof.router_calls += 1
-            self.writer.touch()
+            self.writer.touch(counts=True)
 
     def called_stock(self, address: int) -> None:
         """Note one run of vLLM's own kernel for a layer of ours, as the plan says for that many tokens."""
@@ -272,7 +273,7 @@ class PluginSession:
         if known is not None and self._counting:
             counts = known.proof.calls_by_kernel
             counts[STOCK] = counts.get(STOCK, 0) + 1
-            self.writer.touch()
+            self.writer.touch(counts=True)
 
     def patches_changed(self) -> None:
         """Copy the state of all patches into the proof."""

@@ -71,6 +71,7 @@ class StepwiseCounter:
         self._step: dict[int, torch.Tensor] = {}
         self._captured: list[tuple[torch.Tensor, ...]] = []
         self._stream: torch.cuda.Stream | None = None
+        self._reader: tuple[torch.cuda.Stream, torch.cuda.Event, torch.Tensor] | None = None
 
     def count_rows(self, num_rows: int) -> None:
         """Let the next forward on the current stream count its first `num_rows` rows."""
@@ -107,15 +108,22 @@ class StepwiseCounter:
     def table(self) -> torch.Tensor:
         """Return a copy of the table on the host, after everything that was launched before the call.
 
-        Called from another thread than the forward's, it waits on a stream of its own.
+        Called from another thread than the forward's, it waits on a stream of its own, for an event: a copy to memory
+        that is not pinned waits inside the driver, where the forward's launches may have to wait too.
         """
         if self._stream is None:
             return self._counts.cpu().clone()
         with torch.cuda.device(self._counts.device):
-            reader = torch.cuda.Stream()
+            if self._reader is None:
+                pinned = torch.empty(self._counts.shape, dtype=self._counts.dtype, device="cpu", pin_memory=True)
+                self._reader = torch.cuda.Stream(), torch.cuda.Event(blocking=True), pinned
+            reader, copied, table = self._reader
             reader.wait_stream(self._stream)
             with torch.cuda.stream(reader):
-                return self._counts.cpu()
+                table.copy_(self._counts, non_blocking=True)
+                copied.record()
+            copied.synchronize()
+            return table.clone()
 
 
 ExpertCounter = LayerwiseCounter | StepwiseCounter

@@ -92,11 +92,13 @@ class ExpertLoadWriter:
             self._on_seen()
         if self._path is None or steps == self._written_steps:
             return
-        write_atomically(self._path, self._load(table, steps).to_json())
+        text = self._load(table, steps).to_json()
+        write_atomically(self._path, text)
         self._written_steps = steps
         # Every process writes the merged file after its own, so the last one has merged all.
         run_dir = self._path.parent.parent
-        write_atomically(run_dir / LOAD_FILE, read_run_load(run_dir).to_json())
+        alone = list(self._path.parent.glob("*.json")) == [self._path]
+        write_atomically(run_dir / LOAD_FILE, text if alone else read_run_load(run_dir).to_json())
 
     def _load(self, table: torch.Tensor, steps: int) -> ExpertLoad:
         # The first and the last column are not experts.

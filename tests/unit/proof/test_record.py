@@ -42,11 +42,12 @@ def test_the_file_is_named_after_role_rank_and_pid(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / PROOF_DIR).iterdir()] == ["worker-1-101.json"]
 
 
-def test_a_touched_proof_is_written_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_touched_proof_is_written_by_itself_also_if_only_counts_have_changed(tmp_path: Path, counts: bool) -> None:
     writer = ProofWriter(tmp_path, proof())
     writer.start()
     writer.proof.passes["flash_dmoe"].ran = True
-    writer.touch()
+    writer.touch(counts=counts)
     eventually(lambda: read_proofs(tmp_path)[0].passes["flash_dmoe"].ran, "the writer thread did not write")
 
 
