@@ -19,21 +19,31 @@ def main() -> None:
     """Start the watch, then become the program: its name, its arguments and its place as __main__."""
     watch_launcher()
     report_killed_children()
-    os.register_at_fork(after_in_child=_become_a_fork)
+    os.register_at_fork(after_in_child=_keep_signals_to_itself)
     del sys.argv[0]
     if MIDDLEWARE in sys.argv:
         # Looking for garbage among what lives to the end is a quarter of the time that vLLM's imports take.
         gc.disable()
+        os.register_at_fork(after_in_child=_leave_what_was_imported)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def _become_a_fork() -> None:
-    """Collect garbage, but not among what the API server had imported; and write signals no longer where its event loop
-    reads its own, as Python does by itself from 3.12 on.
+def _keep_signals_to_itself() -> None:
+    """Write the signals of a forked engine no longer where the event loop of the API server reads its own.
+
+    Python does it too, from 3.12 on.
+    """
+    signal.set_wakeup_fd(-1)
+
+
+def _leave_what_was_imported() -> None:
+    """Collect garbage in a fork, but not among the million objects that the API server had imported.
+
+    vLLM lets them go again (`gc.unfreeze`) once it has captured graphs, and has to: what holds memory of the GPU may be
+    among what it freezes meanwhile.
     """
     gc.freeze()
     gc.enable()
-    signal.set_wakeup_fd(-1)
 
 
 if __name__ == "__main__":

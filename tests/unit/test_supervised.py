@@ -47,7 +47,7 @@ def test_an_api_server_collects_no_garbage_while_it_starts_and_its_forks_do(tmp_
 
 
 def test_another_program_collects_garbage_all_the_time(tmp_path: Path) -> None:
-    assert output_of(COLLECTS, tmp_path, "--middleware", "other") == ["True", "True True"]
+    assert output_of(COLLECTS, tmp_path, "--middleware", "other") == ["True", "True False"]
 
 
 def output_of(program: str, folder: Path, *arguments: str) -> list[str]:

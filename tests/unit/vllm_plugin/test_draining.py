@@ -79,3 +79,4 @@ def test_from_when_it_serves_garbage_is_collected(tmp_path: Path, monkeypatch: p
         assert gc.isenabled()
     finally:
         gc.enable()
+        gc.unfreeze()
