@@ -35,7 +35,7 @@ class RefuseWhileDraining:
     """Answers 503 with Retry-After once the launcher has marked the run folder; requests before that go on."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        # Its imports are over (see `supervised`). vLLM freezes them now, and would first look through all: half a second.
+        # Its imports are over (see `supervised`). vLLM freezes them now, and would first look through all, for 0.5 s.
         gc.freeze()
         gc.enable()
         self._app = app
