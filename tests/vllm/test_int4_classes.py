@@ -186,6 +186,15 @@ def on_cpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin
     return of_a_checkpoint(expert_layers.activated(tmp_path, monkeypatch), kind)
 
 
+def test_vllm_may_ask_a_loaded_layer_for_its_configuration(on_cpu: PluginSession, kind: str) -> None:
+    """As the warm-up of DeepGEMM does of every layer of experts on a GPU, whatever computes it."""
+    method = made_method(kind)
+    layer = loaded_layer(method, kind)
+    assert method.get_fused_moe_quant_config(layer) is method.moe_quant_config
+    load_again(layer, kind, seed=4)
+    assert method.get_fused_moe_quant_config(layer) is method.moe_quant_config
+
+
 def stored_bytes(kind: str) -> float:
     return EXPERTS * 3 * HIDDEN * WIDTH * (4 + (24 if KINDS[kind][1] else 16) / GROUP) / 8
 

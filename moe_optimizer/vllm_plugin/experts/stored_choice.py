@@ -87,6 +87,8 @@ def keep_first_kernel(method: Any, layer: Any, make: Callable[[], tuple[Any, Any
     """
     held = getattr(method, _KEPT, None) or make()
     method.moe_kernel, method.moe_quant_config = held
+    # vLLM asks again, of every layer on a GPU for one (DeepGEMM's warm-up): its own answer is of the loaded tensors.
+    method.get_fused_moe_quant_config = lambda _layer: held[1]
     if not hasattr(method, _KEPT):
         method.moe_kernel.fused_experts.finish_loading(layer)
         setattr(method, _KEPT, held)
