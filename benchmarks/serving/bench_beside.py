@@ -31,6 +31,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, served  # noqa: E402
 from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
+from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
+from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
 from moe_optimizer.errors import MoeOptimizerError  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
@@ -39,9 +41,11 @@ from moe_optimizer.measure.bench.result import RESULT_FILE  # noqa: E402
 from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side, starting  # noqa: E402
 from moe_optimizer.passes.registry import PASS_NAMES  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 
 DEFAULT_WORKLOAD = "benchmarks/serving/served.yaml"
+CALIBRATE_S = 30.0
 LEAST_S = 30.0
 """With less time left no bench begins."""
 
@@ -123,17 +127,20 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
 
     vLLM alone has as many requests and tokens in a step as the others, and nothing else.
     """
-    asked = words.wishes
+    asked, required = words.wishes, frozenset(name for name, wish in words.wishes.items() if wish is Wish.ON)
     if words.name == STOCK:
         asked = dict.fromkeys(PASS_NAMES, Wish.OFF) | {"scheduler": Wish.ON}
-    plan = plan_here(
-        words.model, *vllm_args, *words.vllm_args,
-        kernel_speeds=read_kernel_speeds(), profile=load_profile(words.profile),
-        wishes={name: (wish, "this benchmark") for name, wish in asked.items()},
-        required=frozenset(name for name, wish in words.wishes.items() if wish is Wish.ON), port=free_port(),
-        batch_size=batch_size,
-    )  # fmt: skip
-    return Side(name=words.name, plan=plan)
+
+    def plan(**more: Any) -> Plan:
+        return plan_here(
+            words.model, *vllm_args, *words.vllm_args, kernel_speeds=read_kernel_speeds(),
+            profile=load_profile(words.profile), batch_size=batch_size, port=free_port(),
+            wishes={name: (wish, "this benchmark") for name, wish in asked.items()}, **more,
+        )  # fmt: skip
+
+    # What no table answers is measured first, as `serve` does: required kernels would be refused without.
+    measure_if_needed(plan(will_measure=True), CALIBRATE_S, ProgressLines(verbose=True))
+    return Side(name=words.name, plan=plan(required=required))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.profiles import load_profile
 from tests.gpu.at_once import Seen, asked_at_once
-from tests.gpu.plans import gpu_plan
+from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import TINY_MOE
 
@@ -64,10 +64,10 @@ def plan_of(method: str | None = None, draft: Path | None = None, *arguments: st
         update={"method": method or "auto", "model": draft and str(draft), "draft_tokens": DRAFTS}
     )
     profile = profile.model_copy(update={"passes": profile.passes.model_copy(update={"speculation": section})})
-    wishes = {"flash_dmoe": (Wish.ON, "test"), "speculation": (Wish.ON if method else Wish.OFF, "test")}
+    wishes = {"speculation": (Wish.ON if method else Wish.OFF, "test")}
     return gpu_plan(
-        "--no-enable-prefix-caching", "--logprobs-mode", "raw_logits", *CAPTURE, *arguments, profile=profile,
-        wishes=wishes, required=frozenset({"flash_dmoe", "speculation"} if method else {"flash_dmoe"}),
+        "--no-enable-prefix-caching", "--logprobs-mode", "raw_logits", *CAPTURE, *arguments, speeds=always_ours,
+        profile=profile, wishes=wishes, required=frozenset({"speculation"} if method else ()),
         draft=read_draft(str(draft), origin="test") if draft else None, max_model_len=520, batch_size=8,
     )  # fmt: skip
 

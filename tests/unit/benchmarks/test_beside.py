@@ -64,6 +64,7 @@ def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
         (folder / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
         return 0
 
+    monkeypatch.setattr(bench_beside, "measure_if_needed", lambda *_: False)
     monkeypatch.setattr(bench_beside, "starting", starting)
     monkeypatch.setattr(bench_beside, "moe_optimizer", bench)
     monkeypatch.setattr(bench_beside, "about", lambda side, _running: {"plan_digest": side.plan.digest})
