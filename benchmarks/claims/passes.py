@@ -6,7 +6,12 @@ import itertools
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table
-from moe_optimizer.passes.speculation.step_costs import DRAFTED_TOKEN_US, DRAFTING_STEP_US
+from moe_optimizer.passes.speculation.step_costs import (
+    AHEAD_STEP_US,
+    AHEAD_TOKEN_US,
+    DRAFTED_TOKEN_US,
+    DRAFTING_STEP_US,
+)
 
 _LAYOUTS = "2026-11-21_h200_layouts"
 _DISAGGREGATION = "2026-11-20_epyc_disaggregation"
@@ -15,6 +20,7 @@ _LOAD_GPU = "2026-11-20_h200_expert_load"
 _PLACEMENT = "2026-11-21_epyc_placement"
 _SPECULATION = "2026-11-23_epyc_speculation"
 _VERIFY_STEPS = "2026-11-25_h100_verify_steps"
+_TWO_DRAFTS, _BESIDE = "2026-11-26_h200_verify_two_drafts", "2026-11-26_h200_four_bit_beside_marlin"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _CLIENTS = ("1", "16", "128")
 
@@ -56,6 +62,59 @@ def _faster_by_drafts(record: Any) -> list[float]:
         gains = [plain[clients]["tpot_ms_median"] / drafting[clients]["tpot_ms_median"] for clients in plain]
         found += [min(gains), max(gains)]
     return found
+
+
+_DRAFTING_SIDES = {
+    "without drafts": "plain",
+    "two drafts, one step after the other": "drafts",
+    "two drafts, steps prepared ahead": "drafts-async",
+}
+
+
+def _side_by_side(record: Any, side: str, key: str, *, workload: str = "") -> list[float]:
+    """Return what the first bench that has a side, under a workload whose name ends so, found at each load."""
+    loads = next(
+        each["loads"]
+        for bench in record["benches"]
+        if bench["workload"].endswith(workload)
+        for each in bench["sides"]
+        if each["name"] == side
+    )
+    return [load[key] if key == "output_tokens_per_s" else load[key]["median"] for load in loads]
+
+
+def _two_drafts(record: Any, steps: str) -> list[float]:
+    return _side_by_side(record, _DRAFTING_SIDES[steps], "tpot_ms")
+
+
+def _faster_by_two(record: Any) -> list[float]:
+    found: list[float] = []
+    for side in ("drafts-async", "drafts"):
+        (bench,) = [each for each in record["benches"] if each["sides"][1]["name"] == side]
+        plain, drafting = ([load["tpot_ms"]["median"] for load in each["loads"]] for each in bench["sides"])
+        gains = [one / other for one, other in zip(plain, drafting, strict=True)]
+        found += [min(gains), max(gains)]
+    return found
+
+
+_BESIDE_ROWS = {"time per output token, ms": "tpot_ms", "output tokens per second": "output_tokens_per_s",
+                "time to the first token, ms": "ttft_ms"}  # fmt: skip
+
+
+def _beside(record: Any, metric: str, prompt: str, clients: str) -> list[float]:
+    workload = "served.yaml" if prompt == "512" else "ttft.yaml"
+    place = {"served.yaml": ("1", "16", "64", "256"), "ttft.yaml": ("1", "8")}[workload].index(clients)
+    ours, stock = (
+        _side_by_side(record, side, _BESIDE_ROWS[metric], workload=workload)[place] for side in ("four-bit", "stock")
+    )
+    (verdict,) = [
+        each
+        for bench in record["benches"]
+        if bench["workload"].endswith(workload)
+        for each in bench["verdicts"]
+        if each["metric"] == _BESIDE_ROWS[metric] and each["load"].split()[0] == clients
+    ]
+    return [ours, stock, verdict["ratio"], verdict["low"], verdict["high"]]
 
 
 def _longer_step(record: Any, requests: str) -> list[float]:
@@ -143,6 +202,19 @@ CLAIMS = [
           (_VERIFY_STEPS,), _faster_by_drafts),
     Claim("docs/passes/speculation.md", "about {2.5} ms more than a plain one and {44} us for each draft", (),
           lambda: [DRAFTING_STEP_US / 1000, DRAFTED_TOKEN_US]),
+    Table("docs/passes/speculation.md", "| steps | 1 client", "the three servers side by side", 1, (_TWO_DRAFTS,),
+          _two_drafts),
+    Claim("docs/passes/speculation.md",
+          "two drafts made tokens {1.30} to {1.57} times as fast, otherwise {1.09} to {1.29} times", (_TWO_DRAFTS,),
+          _faster_by_two),
+    Claim("docs/passes/speculation.md", "count about {0.4} ms and {14} us for each draft", (),
+          lambda: [AHEAD_STEP_US / 1000, AHEAD_TOKEN_US]),
+    Table("docs/passes/four_bit.md", "| | prompt | clients |", "Beside a 4-bit checkpoint", 3, (_BESIDE,), _beside),
+    Claim("docs/passes/four_bit.md",
+          "took {4.12} ms at one client and {19.36} ms at 64, and gave {229} and {2,912}\ntokens per second",
+          ("2026-11-26_h200_stock_bf16_served",),
+          lambda found: [number for key in ("tpot_ms", "output_tokens_per_s")
+                         for number in _side_by_side(found, "stock", key)]),
     Claim("docs/passes/speculation.md", "kept it: {1.61}x ({1.39}x to {1.86}x) in tokens per second",
           ("2026-11-23_epyc_tuned_tiny-moe_text",), _speculation_kept),
     Claim("docs/passes/expert_load.md", "| layers of Qwen3-30B-A3B's shape | {0.10} to {0.17} %", (_LOAD_CPU,),

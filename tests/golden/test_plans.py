@@ -11,6 +11,7 @@ from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.draft import DraftSpec
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
@@ -53,6 +54,7 @@ PROFILES = {
     },
     "offloaded": {"kv_cache": {"dtype": "fp8", "tiering": "on"}},
     "drafting": {"speculation": {"acceptance": 0.6}},
+    "drafting-model": {"speculation": {"method": "draft", "acceptance": 0.6}},
     "sparse": {"sparsity_24": {"mode": "on"}},
     "four-bit": {"four_bit": {"mode": "on"}},
     "int4": {"four_bit": {"mode": "on", "format": "int4", "group": 64}},
@@ -93,6 +95,7 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x2_offloaded": (qwen3_30b_a3b, ("h100_sxm", 2), "offloaded"),
     "qwen3-30b-a3b_h100_sxm-x8_overlapped": (qwen3_30b_a3b, ("h100_sxm", 8), "overlapped"),
     "qwen3-30b-a3b_h100_sxm-x1_drafting": (qwen3_30b_a3b, ("h100_sxm", 1), "drafting"),
+    "qwen3-30b-a3b_h100_sxm-x1_drafting-model": (qwen3_30b_a3b, ("h100_sxm", 1), "drafting-model"),
     "qwen3-30b-a3b_h200-x1_tuned": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "gpt-oss-20b_h100_sxm-x1_balanced": (gpt_oss_20b, ("h100_sxm", 1), "balanced"),
     "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
@@ -108,6 +111,10 @@ CASES = {
     "tiny-moe-int4_cpu_balanced": (tiny_moe_int4, None, "balanced"),
     "tiny-moe_cpu_int4": (tiny_moe, None, "int4"),
 }
+DRAFT = DraftSpec(
+    name="org/small", path="/small", method="draft", vocab_size=151936, num_layers=28, weight_bytes=1_200_000_000,
+    kv_bytes_per_token=114_688,
+)  # fmt: skip
 _BUILT = ("gpt-oss", "qwen3-30b-a3b-int4")
 """Beginnings of cases in which our CUDA kernels are there; they are where four bits are asked for too."""
 
@@ -130,7 +137,8 @@ def plan_for(tmp_path):
             installed = dataclasses.replace(installed, tuned_configs=str(tmp_path))
         load = placement_load(model()) if case.endswith("_placed") else None
         nodes = 2 if case.endswith("_2-machines") else 1
-        fields = {"software": installed, "expert_load": load, "num_nodes": nodes}
+        draft = DRAFT if profile == "drafting-model" else None
+        fields = {"software": installed, "expert_load": load, "num_nodes": nodes, "draft": draft}
         changed = profile_with(passes=PROFILES[profile]) if profile in PROFILES else profile
         return make_plan(request(model(), hardware, changed, **fields))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ _MTP_MODELS = (
 )  # fmt: skip
 """Model types whose layers for multi-token prediction vLLM 0.32 drafts with, from its SpeculativeConfig. It decides
 itself of others, where they are asked for."""
+ASYNC_SCHEDULING = "--async-scheduling"
+_AHEAD = ("mtp", "eagle3", "draft_model")
+"""vLLM refuses --async-scheduling with ngram and suffix. Before 0.32 it takes it with a drafting model, but does not
+choose it by itself."""
 _MOST = 8
 """Chosen: more drafts than that are rarely all accepted."""
 _DEFAULTS = {"ngram": 3, "suffix": 8, "eagle3": 3, "draft_model": 3}
@@ -47,6 +52,16 @@ def method_of(ctx: PlanContext) -> tuple[str, str]:
     elif method == "suffix" and ctx.hardware.origin == "probed" and not ctx.software.arctic_inference:
         why_not = "needs the package arctic_inference, which is not installed here"
     return _VLLM_NAMES.get(method, method), why_not
+
+
+def prepares_ahead(method: str, pinned: ServeArguments) -> bool:
+    """Return whether vLLM prepares a step with drafts of this method while the GPU computes the one before.
+
+    Args:
+        method: vLLM's name.
+        pinned: the user's own arguments, which may say that it does not.
+    """
+    return method in _AHEAD and (ASYNC_SCHEDULING not in pinned or pinned.is_on(ASYNC_SCHEDULING))
 
 
 def draft_choices(ctx: PlanContext, method: str) -> Sequence[int]:

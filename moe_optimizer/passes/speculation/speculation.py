@@ -10,7 +10,13 @@ from typing import Any
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.speculation.method import default_drafts, draft_choices, method_of, why_not_so_many
+from moe_optimizer.passes.speculation.method import (
+    ASYNC_SCHEDULING,
+    default_drafts,
+    draft_choices,
+    method_of,
+    why_not_so_many,
+)
 from moe_optimizer.passes.speculation.step_costs import StepCosts
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import SpeculationParams
@@ -110,6 +116,9 @@ class Speculation(OptimizationPass):
             cache = round(ctx.model.kv_bytes_per_token * ctx.model.mtp_layers / ctx.model.num_layers)
         if method not in ("ngram", "suffix") and not weights:
             warnings += ("speculation: the memory plan does not count what drafts: its weight files are not here",)
+        arguments = ServeArguments(_FLAG, json.dumps(config))
+        if method == "draft_model" and ctx.device == "cuda" and ASYNC_SCHEDULING not in ctx.pinned:
+            arguments += ServeArguments(ASYNC_SCHEDULING)
         by_requests = f", by the number of requests: {_shown(ranges)}" if ranges else ""
         return self.decision(
             ctx,
@@ -117,7 +126,7 @@ class Speculation(OptimizationPass):
             f"{method}, {drafts} drafts{' at most' if ranges else ''}",
             reason + by_requests,
             Applier.FLAGS,
-            vllm_args=ServeArguments(_FLAG, json.dumps(config)),
+            vllm_args=arguments,
             params=SpeculationParams(
                 method=method,
                 draft_tokens=drafts,

@@ -12,17 +12,20 @@ from dataclasses import dataclass, field
 
 from moe_optimizer.layouts import constants
 from moe_optimizer.layouts.step import ATTENTION, EXCHANGE, EXPERTS, MATRICES, SAMPLING, SMALL, StepModel, Tokens
+from moe_optimizer.passes.speculation.method import prepares_ahead
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.layouts import layout_question
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.layout import Layout
 
-DRAFTING_STEP_US = 2_500.0
-"""What a step that drafts takes beside kernels that are modelled, and"""
-DRAFTED_TOKEN_US = 44.0
-"""for each of its drafts: fitted to benchmarks/records/2026-11-25_h100_verify_steps.json (vLLM 0.26, one H100, 1 to 64
-clients, 1 and 3 drafts of a drafting model). Where the time goes was not looked at; that other ways to draft and other
-GPUs take as long is assumed."""
+DRAFTING_STEP_US, DRAFTED_TOKEN_US = 2_500.0, 44.0
+"""What a step that drafts takes beside kernels that are modelled, and for each of its drafts, where vLLM prepares it
+after the step before: fitted to benchmarks/records/2026-11-25_h100_verify_steps.json (vLLM 0.26, one H100, 1 to 64
+clients, 1 and 3 drafts of a drafting model). That other ways to draft and other GPUs take as long is assumed."""
+AHEAD_STEP_US, AHEAD_TOKEN_US = 400.0, 14.0
+"""The same where vLLM prepares a step while the GPU computes the one before: fitted to
+benchmarks/records/2026-11-26_h200_verify_two_drafts.json (vLLM 0.26, one H200, 1 to 64 clients, 2 drafts of a drafting
+model)."""
 
 
 def accepted_on_average(acceptance: float, drafts: int) -> float:
@@ -63,7 +66,9 @@ class StepCosts:
         if not drafts:
             return 1.0
         checking = self._model.step_us(self._tokens(requests, drafts))
-        vllm = DRAFTING_STEP_US + DRAFTED_TOKEN_US * requests * drafts
+        ahead = prepares_ahead(self.method, self.ctx.pinned)
+        step_us, token_us = (AHEAD_STEP_US, AHEAD_TOKEN_US) if ahead else (DRAFTING_STEP_US, DRAFTED_TOKEN_US)
+        vllm = step_us + token_us * requests * drafts
         return (checking + drafts * self._draft_us(requests) + vllm) / plain
 
     def speed_up(self, requests: int, drafts: int, acceptance: float) -> float:

@@ -56,6 +56,7 @@ _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
         "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
         "--performance-mode": lambda config: config.performance_mode,
     },
+    "speculation": {"--async-scheduling": lambda config: config.scheduler_config.async_scheduling},
     "flash_dmoe": {"--moe-backend": lambda config: config.kernel_config.moe_backend},
     "graph_capture": {
         "--enforce-eager": lambda config: config.model_config.enforce_eager,

@@ -44,8 +44,13 @@ EAGLE = DraftSpec(
     weight_bytes=400_000_000,
     kv_bytes_per_token=2048,
 )
+ASYNC = "--async-scheduling"
 RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "records"
 SMALL = dataclasses.replace(EAGLE, name="org/small", path="/small", method="draft", num_layers=28)
+SMALL_OF_TINY = dataclasses.replace(SMALL, vocab_size=tiny_moe().vocab_size)
+
+
+SHORT = {"input_tokens": 128, "output_tokens": 128}
 
 
 def before(
@@ -105,6 +110,17 @@ def test_layers_that_the_files_lack_do_not_draft():
 def test_a_named_model_drafts(draft, method):
     named = config(decide(draft=draft))
     assert (named["method"], named["model"]) == (method, draft.path)
+
+
+@pytest.mark.parametrize(("own", "asked"), [({}, True), ({ASYNC: ""}, False), ({ASYNC: "false"}, False)])
+def test_with_a_drafting_model_vllm_is_asked_to_prepare_steps_ahead_unless_the_user_says_what(own, asked):
+    assert (ASYNC in decide(draft=SMALL, pinned=own).vllm_args) is asked
+
+
+def test_where_vllm_refuses_or_does_so_by_itself_it_is_not_asked():
+    for decision in (decide(), decide(draft=EAGLE), decide(tiny_moe(), cpu_machine(), draft=SMALL_OF_TINY)):
+        assert decision.status is Status.ON
+        assert ASYNC not in decision.vllm_args
 
 
 @pytest.mark.parametrize(
@@ -193,16 +209,38 @@ def test_a_step_with_drafts_costs_what_was_measured(drafts: str):
     record = json.loads((RECORDS / "2026-11-25_h100_verify_steps.json").read_text())
     sides = record["runs"]["bf16"]["sides"]
     draft = dataclasses.replace(SMALL, num_layers=1, weight_bytes=80_000_000)
-    costs = StepCosts(before(workload={"input_tokens": 128, "output_tokens": 128}), "draft_model", draft)
+    one_after_another = before(workload=SHORT, pinned={ASYNC: "false"})
+    costs = StepCosts(one_after_another, "draft_model", draft)
     for requests, load in sides[drafts]["loads"].items():
         measured = load["step_ms"] / sides["0"]["loads"][requests]["step_ms"]
         assert costs.ratio(int(requests), int(drafts)) == pytest.approx(measured, rel=0.2), requests
 
 
+@pytest.mark.parametrize(("side", "ahead"), [("drafts-async", ""), ("drafts", "false")])
+def test_a_step_that_is_prepared_ahead_costs_what_was_measured(side: str, ahead: str):
+    benches = json.loads((RECORDS / "2026-11-26_h200_verify_two_drafts.json").read_text())["benches"]
+    sides = next(bench["sides"] for bench in benches if bench["sides"][1]["name"] == side)
+    loads = {each["name"]: each["loads"] for each in sides}
+    installed = software("cuda", cuda_ops=("fused_experts", "flash_dmoe"))
+    wishes = resolve_wishes(["speculation", "four-bit", "fp8"], [])
+    ctx = context(
+        qwen3_30b_a3b(), gpus("h200"), profile_with(workload=SHORT), wishes=wishes, software=installed,
+        pinned={ASYNC: ahead},
+    )  # fmt: skip
+    draft = dataclasses.replace(SMALL, num_layers=1, weight_bytes=80_000_000)
+    costs = StepCosts(decided_by(ctx, *BEFORE[:4], "four_bit", *BEFORE[4:]), "draft_model", draft)
+    tokens = 1 + accepted_on_average(0.7, 2)
+    for plain, drafted in zip(loads["plain"], loads[side], strict=True):
+        measured = tokens * drafted["tpot_ms"]["median"] / plain["tpot_ms"]["median"]
+        assert costs.ratio(plain["clients"], 2) == pytest.approx(measured, rel=0.15), plain["clients"]
+
+
 def test_what_computes_to_draft_makes_a_step_longer():
-    plain = StepCosts(before(), "ngram", None).ratio(4, 3)
-    assert StepCosts(before(), "mtp", None).ratio(4, 3) > plain
-    head, model = (StepCosts(before(), draft.method, draft).ratio(4, 3) for draft in (EAGLE, SMALL))
+    # Not ahead, which ngram never is.
+    ctx = before(pinned={ASYNC: "false"})
+    plain = StepCosts(ctx, "ngram", None).ratio(4, 3)
+    assert StepCosts(ctx, "mtp", None).ratio(4, 3) > plain
+    head, model = (StepCosts(ctx, draft.method, draft).ratio(4, 3) for draft in (EAGLE, SMALL))
     assert model > head > plain
 
 

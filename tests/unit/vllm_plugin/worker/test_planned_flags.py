@@ -51,6 +51,7 @@ def vllm_config(**changed: Any) -> Any:
         "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
         "distributed_executor_backend": "mp", "is_moe": True, "moe_backend": "auto", "speculative_config": None,
+        "async_scheduling": True,
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
     section = SimpleNamespace(**(fields | changed))
