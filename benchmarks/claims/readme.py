@@ -19,6 +19,7 @@ _FOUR_BIT_KV = "2026-11-26_h200_four_bit_kv_cache_served"
 _H100_FP8 = "2026-11-22_h100_fp8_served"
 _FOUR_BIT = "2026-11-23_h100_four_bit_fp8_served"
 _ONE_GPU = "2026-11-23_h100_fp8_one_gpu_served"
+_BESIDE_GPTQ = "2026-11-26_h200_four_bit_beside_marlin"
 _QUALITY, _MEMORY = "2026-11-20_h200_fp8_quality", "2026-11-20_h200_memory_plan"
 
 
@@ -144,6 +145,12 @@ CLAIMS = [
           lambda ours, stock: _beside_stock(ours, stock, 16)),
     Claim(_README, "1 client {1.34}x, 64 and 256 clients {2.02}x and {1.84}x", (_FOUR_BIT, _H100_FP8),
           lambda ours, stock: [_beside_stock(ours, stock, clients)[2] for clients in (1, 64, 256)]),
+    Claim(_README, "| MXFP4 + FP8 / GPTQ | 1 | {3.02} / {3.79} | {1.26}x |", (_BESIDE_GPTQ,),
+          lambda found: _h100_pair(found["benches"][0], 1)),
+    Claim(_README, "both on one GPU; tokens per second {1.24}x, with 64 clients {1.15}x", (_BESIDE_GPTQ,),
+          lambda found: [verdict["ratio"] for load in ("1 client", "64 clients")
+                         for verdict in found["benches"][0]["verdicts"]
+                         if (verdict["metric"], verdict["load"]) == ("output_tokens_per_s", load)]),
     Claim(_README, "| BF16 | 1 to 1024 tokens | | {1.16}x to {2.21}x |", (_CPU,), _cpu_gains),
     Claim(_README, "perplexity by less than {1} %", (_QUALITY,), _largest_change),
     Claim(_README, "on one H200 {0.14} % from vLLM's cache", (_MEMORY,),
