@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.serving.any_lengths import drive  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, served  # noqa: E402
 from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
@@ -86,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--side", type=words_of, action="append", required=True, dest="sides")
     parser.add_argument("--workload", action="append", dest="workloads", help=f"(default: {DEFAULT_WORKLOAD})")
-    parser.add_argument("--clients", help="of every workload, instead of its own")
+    parser.add_argument("--clients", action="append", help="of every workload; given again: of a bench of its own")
+    parser.add_argument("--first-s", type=float, default=0.0, help="prompts of any length for so long before the first")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--run-dir", type=Path, help="for logs and samples (default: a temporary folder)")
@@ -110,11 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"]))
         record["sides"] = {side.name: about(side, up[side.name]) for side in sides if side.name in up}
-        for number, (names, workload) in enumerate(benches_of(list(up), options.workloads or [DEFAULT_WORKLOAD])):
-            title = f"{' and '.join(names)}, {workload}"
+        if options.first_s:
+            known = {side.name: side.plan.model.vocab_size for side in sides if side.plan is not None}
+            drive(
+                [(each.base_url, each.model, known[name], each.max_model_len) for name, each in up.items()],
+                options.first_s,
+            )
+        asked = benches_of(list(up), options.workloads or [DEFAULT_WORKLOAD], options.clients or [None])
+        for number, (names, workload, clients) in enumerate(asked):
+            title = f"{' and '.join(names)}, {workload}, {clients or 'its'} clients"
             if time.monotonic() + LEAST_S > end:
                 record["not_measured"].append(f"{title}: the time was over")
-            elif found := bench(folder / f"bench-{number}", options, workload, {name: up[name] for name in names}):
+            elif found := bench(
+                folder / f"bench-{number}", options, workload, clients, {name: up[name] for name in names}
+            ):
                 record["benches"].append(found)
             else:
                 record["not_measured"].append(f"{title}: bench failed")
@@ -182,20 +193,24 @@ def about(side: Side, running: RunningSide) -> dict[str, Any]:
     return {"ready_s": running.ready_s, **served(side.plan, running.info, PASS_NAMES)}
 
 
-def benches_of(names: Sequence[str], workloads: Sequence[str]) -> list[tuple[tuple[str, ...], str]]:
-    """Return the sides and the workload of each bench: the first beside each of the others, or alone."""
+def benches_of(
+    names: Sequence[str], workloads: Sequence[str], clients: Sequence[str | None]
+) -> list[tuple[tuple[str, ...], str, str | None]]:
+    """Return sides, workload and clients of each bench: the first side beside each of the others, or alone."""
     pairs = [(names[0], other) for other in names[1:]] or [tuple(names)]
-    return [(pair, workload) for workload in workloads for pair in pairs if pair]
+    return [(pair, workload, each) for workload in workloads for each in clients for pair in pairs if pair]
 
 
-def bench(folder: Path, options: Any, workload: str, sides: dict[str, RunningSide]) -> dict[str, Any] | None:
+def bench(
+    folder: Path, options: Any, workload: str, clients: str | None, sides: dict[str, RunningSide]
+) -> dict[str, Any] | None:
     """Return the result of one `bench` of one side or two, by their names; None if it failed."""
     urls = [each.base_url for each in sides.values()]
     code = moe_optimizer(
         [
             *("bench", options.sides[0].model, "--plan", urls[0], "--against", *(urls[1:] or [""])),
             *("--workload", workload, "--repetitions", str(options.repetitions), "--run-dir", str(folder)),
-            *(("--clients", options.clients) if options.clients else ()),
+            *(("--clients", clients) if clients else ()),
         ]
     )
     if code != 0:

@@ -41,7 +41,8 @@ def test_a_pass_that_there_is_not_is_refused() -> None:
     [(["one"], [("one",)]), (["one", "two", "three"], [("one", "two"), ("one", "three")]), ([], [])],
 )
 def test_the_first_is_measured_beside_each_of_the_others(names: list[str], pairs: list[tuple[str, ...]]) -> None:
-    assert benches_of(names, ["a", "b"]) == [(pair, workload) for workload in ("a", "b") for pair in pairs]
+    asked = benches_of(names, ["a", "b"], ["1", "16"])
+    assert asked == [(pair, load, each) for load in ("a", "b") for each in ("1", "16") for pair in pairs]
 
 
 def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
