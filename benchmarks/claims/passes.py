@@ -212,7 +212,7 @@ CLAIMS = [
     Table("docs/passes/four_bit.md", "| | prompt | clients |", "Beside a 4-bit checkpoint", 3, (_BESIDE,), _beside),
     Claim("docs/passes/four_bit.md",
           "took {4.12} ms at one client and {19.36} ms at 64, and gave {229} and {2,912}\ntokens per second",
-          ("2026-11-26_h200_stock_bf16_served",),
+          ("2026-11-26_h200_stock_bf16",),
           lambda found: [number for key in ("tpot_ms", "output_tokens_per_s")
                          for number in _side_by_side(found, "stock", key)]),
     Claim("docs/passes/speculation.md", "kept it: {1.61}x ({1.39}x to {1.86}x) in tokens per second",
