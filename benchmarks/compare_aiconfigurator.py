@@ -6,7 +6,8 @@ Needs the package `aiconfigurator` (0.12, its data for vLLM) in the environment;
 second run needs it no more. For each model, GPU, number of GPUs and clients (1024 tokens in, 512 out, steps of 8192
 tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
-left out on both sides; so are cases of which nothing is left.
+left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that takes requests in,
+so on our side it does not count either.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def compare(
         memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
-        speeds=read_kernel_speeds(Path("/nonexistent")),
+        speeds=read_kernel_speeds(Path("/nonexistent")), front_end=False,
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []

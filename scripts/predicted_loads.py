@@ -48,6 +48,9 @@ FITTED = {
     ("2026-11-22_h100_served", "stock", "tp1", 1): "REQUEST_US",
     ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 64): "READING_WAITED_US",
     ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe", "tp1", 64): "READING_WAITED_US",
+    ("2026-11-26_h200_x4_layouts", "stock", "tp4", 128): "FRONT_END_PROMPT_TOKEN_US",
+    ("2026-11-26_h200_x4_layouts", "stock", "tp4", 512): "FRONT_END_TOKEN_US",
+    ("2026-11-26_h200_x4_layouts", "stock", "tp1dp4ep", 16): "LOCK_STEP_US",
     ("an independent trial", "marlin", "tp1", 64): "VLLM_EXPERTS in four bits",
 }
 """Cases that a constant was read from; the errors of all others are of predictions."""

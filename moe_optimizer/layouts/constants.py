@@ -12,6 +12,7 @@ from dataclasses import dataclass
 LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
 SERVED = "benchmarks/records/2026-11-22_h100_served.json"
 TABLES = "configs/kernel_speeds"
+LAYOUTS = "benchmarks/records/2026-11-26_h200_x4_layouts.json"
 LINEARS = "benchmarks/records/2026-11-22_h100_fp8_linears.json"
 
 EXPERTS_IN_SERVER = 1.08
@@ -24,9 +25,9 @@ UNEVEN_PER_DOUBLING = 0.12
 """Tokens of the busiest of n ranks with whole experts over the mean, less 1, for each doubling of n: assumed for
 traffic whose load nobody measured. With it kernels of DeepSeek-V3's experts on 8 and 16 ranks take what AIConfigurator
 0.12 publishes for routing by power laws of 1.01 and 1.2. Random weights route evenly."""
-LOCK_STEP_PER_DOUBLING = 0.03
-"""Share of a step that data parallel copies wait for the slowest of them, for each doubling of their number: assumed.
-Their requests differ in number and length, and each layer's exchange needs all."""
+LOCK_STEP_US = 500.0
+"""Of a step, what data parallel copies wait for the slowest of them and agree on its size, for each doubling of their
+number: four copies at 16 clients in LAYOUTS, whose other parts sum up to 1 ms less. That it grows so is assumed."""
 MATRIX_CALL_US = 2.9
 """Start of one dense product: (1385 us - bytes at 3.0 TB/s) / 193 calls at batch 1. FP8 per channel adds nothing that a
 served record at one client shows: its inputs are quantised by the kernels before."""
@@ -77,6 +78,13 @@ ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. It is the 
 matrix explains it; a part is the tokenizer's. That slices share it is assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
+FRONT_END_PROMPT_TOKEN_US = 15.0
+"""Of each token of a prompt, in the one process of an engine that takes requests in: with slices on four H200s 512
+tokens took 9.4 ms (LAYOUTS, 128 clients), as with one H200, whose kernels need as long; with four processes less."""
+FRONT_END_TOKEN_US = 50.0
+"""Of each token of an answer in the same process: LAYOUTS, slices at 512 clients, 14 to 18 ms a request in all."""
+FRONT_END_SHARE_OF_ANSWERS = 0.6
+"""Of a loop that this process bounds, what lies after the first token: 0.53 and 0.63 in the same two loops."""
 READING_WAITED_US = 1_100_000.0
 """Of the reading of other prompts, what a request waits for at most on average: requests that end one after the other
 let theirs in between, so the rest is read while it writes. Loops in which all are read in 1.9 to 4.5 s have times to

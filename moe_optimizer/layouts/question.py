@@ -54,6 +54,8 @@ class LayoutQuestion:
     """Measured load of the experts; None: it is assumed to be uneven, or even with `even_routing`."""
     even_routing: bool = False
     """Whether the weights are random (--load-format dummy)."""
+    front_end: bool = True
+    """Whether the process counts that takes requests in and sends tokens out, one for each engine."""
     placed: bool = False
     """Whether the experts will be placed by that load; else they lie in their order."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_optimizer.costs.comm import send_us
 from moe_optimizer.costs.memory import kv_bytes_per_token, plan_memory
-from moe_optimizer.layouts.constants import READING_WAITED_US, REQUEST_US
+from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -113,10 +113,12 @@ class _Loop:
         if others:
             read = Tokens(busy, prompt + answer / 2, (running - 1) * prompt / others, prompt)
             others_us = others * model.step_us(read) / stages
+        taken_in_us = fitted.FRONT_END_PROMPT_TOKEN_US * prompt * question.front_end
+        others_us = max(others_us, (running - 1) * taken_in_us)
         read_us = (alone_us + others_us) / reads
         share = (running - 1) / running
         each_us = others_us / max(1, others)
-        waited_us = min(each_us * (others + 1) / 2, READING_WAITED_US)
+        waited_us = min(each_us * (others + 1) / 2, fitted.READING_WAITED_US)
         first_us = alone_us + share * waited_us + (stages - 1) * read_us
         more_tokens = max(1, answer - 1)
         if layout.disaggregated:
@@ -126,9 +128,13 @@ class _Loop:
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = dropped * (prompt + answer / 2) / room
-            slower = max(others / 2, others - READING_WAITED_US / max(1.0, each_us)) + again
+            slower = max(others / 2, others - fitted.READING_WAITED_US / max(1.0, each_us)) + again
             delay_us = min(slower, more_tokens) * max(0.0, each_us - write_us)
-        self.ttft_us = REQUEST_US + first_us
+        self.ttft_us = fitted.REQUEST_US + first_us
         self.tpot_us = write_us + delay_us / more_tokens
+        # No process of an engine takes in and sends out more than it can; prompts and tokens wait for it in turns.
+        served_us = running * (taken_in_us + fitted.FRONT_END_TOKEN_US * answer * question.front_end)
+        self.tpot_us = max(self.tpot_us, fitted.FRONT_END_SHARE_OF_ANSWERS * served_us / more_tokens)
+        self.ttft_us = max(self.ttft_us, served_us - more_tokens * self.tpot_us)
         # No engine answers more than it can read.
         self.request_us = max(self.ttft_us + (answer - 1) * self.tpot_us, reads * read_us)

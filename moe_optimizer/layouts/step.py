@@ -84,9 +84,8 @@ class StepModel:
         }
         doublings = math.log2(self.layout.data_parallel_size)
         if doublings:
-            share = fitted.LOCK_STEP_PER_DOUBLING * doublings
-            waiting = share * sum(part.value for part in parts.values())
-            parts[LOCK_STEP] = Quantity(waiting, "us", Source.ASSUMED, f"{share:.0%} of the other parts")
+            waiting = fitted.LOCK_STEP_US * doublings
+            parts[LOCK_STEP] = Quantity(waiting, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
         return parts
 
     def _experts_us(self, tokens: Tokens) -> Quantity:
