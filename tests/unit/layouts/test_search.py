@@ -218,3 +218,13 @@ def test_requests_that_are_dealt_to_servers_find_more_beside_them_than_their_sha
         for asked, each in ((one, alone), (four, dealt))
     ]
     assert single[0].tpot_ms == pytest.approx(single[1].tpot_ms)
+
+
+def test_one_process_that_takes_requests_in_bounds_slices_before_copies_that_have_one_each():
+    def fastest(layout: Layout, *, front_end: bool) -> float:
+        asked = question(gpus=8, hardware="h200", clients=1024, front_end=front_end)
+        return predict(asked, layout, memory_of(asked, layout)).tokens_per_s
+
+    slices, copies = Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)
+    assert fastest(slices, front_end=True) < 0.6 * fastest(slices, front_end=False)
+    assert fastest(copies, front_end=True) > 0.9 * fastest(copies, front_end=False)
