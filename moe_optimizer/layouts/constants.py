@@ -80,8 +80,8 @@ REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 FRONT_END_PROMPT_TOKEN_US = 15.0
 """Of each token of a prompt, in the one process of an engine that takes requests in: with slices on four H200s 512
-tokens took 9.4 ms (LAYOUTS, 128 clients), as with one H200, whose kernels need as long. vLLM starts one such process, or
-as many as a server has copies on a machine (--api-server-count)."""
+tokens took 9.4 ms (LAYOUTS, 128 clients), as with one H200, whose kernels need as long. vLLM starts one such process,
+or as many as a server has copies on a machine (--api-server-count)."""
 FRONT_END_TOKEN_US = 50.0
 """Of each token of an answer in the same process: LAYOUTS, slices at 512 clients, 14 to 18 ms a request in all."""
 FRONT_END_SHARE_OF_ANSWERS = 0.6

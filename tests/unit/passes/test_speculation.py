@@ -273,7 +273,8 @@ def test_accepted_drafts_follow_from_the_acceptance():
 
 def test_the_plan_makes_room_for_what_drafts_and_for_its_steps():
     def planned(**section: Any):
-        return make_plan(request(deepseek_v3(**MTP), gpus("h200", 8), profile_with(passes={"speculation": section})))
+        profile = profile_with(passes={"speculation": section})
+        return make_plan(request(deepseek_v3(**MTP), gpus("h200", 8), profile, layout="tp8"))
 
     off, on = planned(), planned(mode="on", draft_tokens=3)
     assert on.memory.weight_bytes - off.memory.weight_bytes == pytest.approx(12e9 / 8, rel=0.01)

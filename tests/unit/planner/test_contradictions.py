@@ -101,9 +101,14 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
         make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
 
 
-@pytest.mark.parametrize("machine", [gpus("h200"), gpus("h200", 2), cpu_machine(gib=256)], ids=["one", "slices", "cpu"])
-def test_a_load_balancer_without_whole_experts_to_balance_is_refused(machine):
-    error = refused(request(qwen3_30b_a3b(), machine, vllm_args=("--enable-eplb",)), UnsupportedError)
+@pytest.mark.parametrize(
+    ("machine", "layout"),
+    [(gpus("h200"), None), (gpus("h200", 2), "tp2"), (cpu_machine(gib=256), None)],
+    ids=["one", "slices", "cpu"],
+)
+def test_a_load_balancer_without_whole_experts_to_balance_is_refused(machine, layout):
+    asked = request(qwen3_30b_a3b(), machine, vllm_args=("--enable-eplb",), layout=layout)
+    error = refused(asked, UnsupportedError)
     assert str(error).startswith("--enable-eplb after -- ")
 
 
