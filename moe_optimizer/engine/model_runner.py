@@ -1,6 +1,7 @@
 """`ModelRunner`: turns a packed step into tensors, runs the model, and samples."""
 
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import psutil
@@ -11,7 +12,7 @@ from moe_optimizer.engine.attention.backend import make_backend
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
-from moe_optimizer.engine.layers.linear import Layer, Linear, MergedLinear
+from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.layers.moe import Experts, MoE
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
@@ -23,6 +24,7 @@ from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.weights import load_weights
 from moe_optimizer.log import get_logger
+from moe_optimizer.ops import use_huge_pages
 
 _log = get_logger(__name__)
 _SLOW_START_S = 20.0
@@ -152,23 +154,21 @@ def _pack(model: CausalLM) -> None:
 
 def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
     """Build the model on its device and load its weights."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(config.dtype)
-    try:
-        with config.device:
-            model = model_class(config.hf_config)(config.hf_config, config.max_model_len, config.dtype, ranks)
-    finally:
-        torch.set_default_dtype(before)
+    with config.device, ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(config.dtype)
+        model = model_class(config.hf_config)(config.hf_config, config.max_model_len, config.dtype, ranks)
     model.requires_grad_(requires_grad=False)
     model.to(config.device)
     load_weights(model, config.folder, config.args.load_format, seed=config.args.seed)
     if config.args.packed_weights:
         _pack(model)
     for module in model.modules():
-        if isinstance(module, Experts) and config.args.quantization == "fp8":
-            module.to_fp8()
-        if isinstance(module, Layer):
-            module.use_huge_pages()
+        if isinstance(module, Experts):
+            if config.args.quantization == "fp8":
+                module.to_fp8()
+            for weight in module.parameters():
+                use_huge_pages(weight.data)
         if isinstance(module, MoE):
             module.fused = config.args.fused_moe
         # A chain of small operations in one kernel rounds to the model's dtype once instead of after each.

@@ -6,6 +6,4 @@ from torch import Tensor
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device; the host goes on where that is a GPU, which still computes what came before."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_optimizer import ops
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.errors import InputError, described
 from moe_optimizer.log import get_logger
+from moe_optimizer.ops import use_huge_pages
 
 _log = get_logger(__name__)
 
@@ -51,11 +51,6 @@ class Layer(nn.Module):
         for parameter, target in self.named_parameters():
             yield f"{name}.{parameter}", Place(target.data, *self.sliced)
 
-    def use_huge_pages(self) -> None:
-        """Move what the products read to huge pages, once it is loaded."""
-        for parameter in self.parameters():
-            ops.use_huge_pages(parameter.data)
-
 
 class Matrix(Layer):
     """A layer that multiplies by its weight [outputs, inputs]."""
@@ -67,11 +62,10 @@ class Matrix(Layer):
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias."""
+        if self.packed is not None and self.weight._version != self._packed_version:
+            self.pack()
         if self.packed is None:
             return F.linear(x, self.weight, bias)
-        if self.weight._version != self._packed_version:
-            self.pack()
-            return self.multiplied(x, bias)
         return _onednn_product(x, self.packed, bias)
 
     def pack(self) -> None:
@@ -80,8 +74,7 @@ class Matrix(Layer):
         It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
         """
         self.packed = None
-        has_product = self.weight.is_cpu and self.weight.dtype in (torch.float32, torch.bfloat16)
-        if not (torch.backends.mkldnn.is_available() and has_product):
+        if not (torch.backends.mkldnn.is_available() and self.weight.is_cpu) or self.weight.dtype == torch.float16:
             return
         try:
             # In bfloat16 torch's own product is oneDNN's then too, with the same bits.
@@ -94,11 +87,8 @@ class Matrix(Layer):
             _log.warning("products take twice the time: torch %s has no oneDNN product as known: %s",
                          torch.__version__, described(error))  # fmt: skip
             return
+        use_huge_pages(packed)
         self.packed, self._packed_version = packed, self.weight._version
-        self.use_huge_pages()
-
-    def use_huge_pages(self) -> None:
-        ops.use_huge_pages(self.weight.data if self.packed is None else self.packed)
 
 
 def _onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,8 +22,7 @@ class RMSNorm(Layer):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum, normalized, and the sum."""
-        at_once = token_rows.add_rms_norm(x, residual, self.weight, self.eps)
-        if at_once is not None:
+        if (at_once := token_rows.add_rms_norm(x, residual, self.weight, self.eps)) is not None:
             return at_once
         residual = x + residual
         return normalized(residual, self.weight, self.eps), residual
