@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text
+from moe_optimizer.files import read_json
 from moe_optimizer.measure.bench.result import RESULT_FILE
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.bench.trace import Load
@@ -90,10 +90,7 @@ def read_measured(path: Path) -> Measured:
         InputError: it cannot be read, or has no sides with loads.
     """
     file = path / RESULT_FILE if path.is_dir() else path
-    try:
-        content = json.loads(read_text(file, max_bytes=_MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: not JSON: {error}") from None
+    content = read_json(file, max_bytes=_MAX_BYTES)
     try:
         values = {_side_name(side["name"]): dict(_values(side)) for side in content["sides"]}
         environment = {str(key): str(value) for key, value in content["environment"].items()}

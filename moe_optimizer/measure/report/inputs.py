@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text
+from moe_optimizer.files import read_json
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult
 from moe_optimizer.measure.decode_step.ledger import Ledger
@@ -127,10 +127,7 @@ class _UnknownFileError(InputError):
 
 
 def _read_file(path: Path, found: _Found) -> None:
-    try:
-        content = json.loads(read_text(path, max_bytes=_MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON: {error}") from None
+    content = read_json(path, max_bytes=_MAX_BYTES)
     for keys, read in _KINDS:
         if isinstance(content, dict) and keys <= content.keys():
             read(content, str(path), found)
