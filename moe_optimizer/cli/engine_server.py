@@ -10,13 +10,14 @@ from moe_optimizer.errors import InputError, MoeOptimizerError
 
 
 def main(words: Sequence[str]) -> None:
-    """Serve what `words` say; end with the error of a model or an option that cannot be used."""
+    """Serve what `words` say; end with the error of a model or an option that cannot be used, and its exit code."""
     from moe_optimizer.engine.server.serve import serve
 
     try:
         serve(**read_command_line(words), on_ready=lambda: None)
     except MoeOptimizerError as error:
-        sys.exit(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""))
+        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def read_command_line(words: Sequence[str]) -> dict[str, Any]:
