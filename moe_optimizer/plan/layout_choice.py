@@ -75,3 +75,8 @@ class LayoutChoice:
     def estimate(self) -> LayoutEstimate:
         """What is predicted of the chosen layout."""
         return self.estimates[0]
+
+
+def waiting_in_words(waiting: int, running: int) -> str:
+    """Return how many requests of a copy wait, which is most of a long time to the first token."""
+    return f"{waiting} of {waiting + running} requests wait for room in the cache"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
+from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _BAR = 6
@@ -45,12 +45,16 @@ def _rows(each: LayoutEstimate, most: float, bar_width: int, width: int) -> Iter
     filled = max(1, round(bar_width * each.tokens_per_s / most)) if bar_width else 0
     bar = "  " + "#" * filled + "." * (bar_width - filled) if bar_width else " "
     figures = f"{each.tpot_ms:>8.2f}{each.ttft_ms:>8.0f}{each.tokens_per_s:>10,.0f}{each.weight_bytes / 1e9:>7.1f}"
-    row, why = f"  {each.layout:<12}{figures}{bar}", each.why_not or "planned"
+    row, why = f"  {each.layout:<12}{figures}{bar}", each.why_not or _planned(each)
     if len(row) + 1 + len(why) <= width:
         yield f"{row} {why}"
     else:
         yield row.rstrip()
         yield from textwrap.wrap(why, width, initial_indent="      ", subsequent_indent="      ")
+
+
+def _planned(chosen: LayoutEstimate) -> str:
+    return f"planned; {waiting_in_words(chosen.waiting, chosen.running)}" if chosen.waiting else "planned"
 
 
 def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank
 from moe_optimizer.layouts.serving import Prediction, memory_of
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
+from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
@@ -299,7 +299,7 @@ def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
     if broken:
         return broken
     if each.waiting and not chosen.waiting:
-        return f"{each.waiting} of {each.waiting + each.running} requests wait for room in the cache"
+        return waiting_in_words(each.waiting, each.running)
     slower = each.tpot_ms / chosen.tpot_ms - 1
     fewer = 1 - each.tokens_per_s / chosen.tokens_per_s
     words = [f"TPOT {slower:+.0%}"] if abs(slower) >= _LEAST_SHOWN else []

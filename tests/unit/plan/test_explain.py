@@ -123,7 +123,17 @@ def test_of_each_layout_everything_that_is_predicted_is_shown_and_why_not_to_the
     for each in plan.layouts.estimates:
         figures = f"{each.tpot_ms:.2f} {each.ttft_ms:.0f} {each.tokens_per_s:,.0f} {each.weight_bytes / 1e9:.1f}"
         row = words.partition(f"{each.layout} {figures} ")[2]
-        assert re.match(rf"(#+\.* )?{re.escape(each.why_not or 'planned')}( |$)", row), (each, words)
+        assert re.match(rf"(#+\.* )?{re.escape(each.why_not or 'planned')}(;| |$)", row), (each, words)
+
+
+@pytest.mark.parametrize(("hardware", "waits"), [("h100_sxm", True), ("h200", False)])
+def test_of_the_planned_layout_it_is_said_whether_requests_wait_for_room(hardware, waits):
+    plan = make_plan(request(qwen3_30b_a3b(), gpus(hardware, 1), clients=256))
+    assert plan.layouts is not None
+    planned = plan.layouts.estimate
+    assert bool(planned.waiting) is waits
+    words = " ".join(section(render_plan(plan), "Layout").split())
+    assert (f"{planned.waiting} of {planned.waiting + planned.running} requests wait" in words) is waits
 
 
 def test_warnings_are_shown():
