@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.claims.claim import Claim, Table
 from benchmarks.claims.fewer_bytes import sparsity
 from benchmarks.claims.kernels import largest_error
+from moe_optimizer.layouts.constants import FRONT_END_PROMPT_TOKEN_US, FRONT_END_TOKEN_US
 
 _ABLATION = "2026-11-22_epyc_engine_ablation_tiny-moe"
 _THROUGHPUT = "2026-11-23_epyc_engine_throughput_tiny-moe"
@@ -18,6 +19,7 @@ _DECODE = "2026-11-23_epyc_engine_decode_bandwidth"
 _CHECKS = "2026-11-20_h200_checks"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
+_FOUR_EXPERTS = "2026-11-26_h200_gpt_oss_20b_four_experts"
 _STARTS, _ENGINE_ASYNC = "2026-11-26_h200_starts", "2026-11-26_h200_engine_throughput"
 
 
@@ -62,7 +64,16 @@ def _rungs(record: Any, label: str) -> list[float]:
     return [rung["tokens_per_s"], rung["tokens_per_s"] / record["rungs"][0]["tokens_per_s"], rung["peak_bytes"] / 1e6]
 
 
+def _over_the_front_end(found: Any) -> list[float]:
+    """What the front end allows one server, and how many times that the fastest side had with most clients."""
+    prompt, answer = found["workload"]["prompt_tokens"], found["workload"]["output_tokens"]
+    allowed = answer / ((FRONT_END_PROMPT_TOKEN_US * prompt + FRONT_END_TOKEN_US * answer) * 1e-6)
+    return [allowed, max(side["loads"][-1]["output_tokens_per_s"] for side in found["sides"]) / allowed]
+
+
 CLAIMS = [
+    Claim("docs/layouts.md", "at {9,091} tokens/s; one with\n  gpt-oss-20b gave {1.21} times", (_FOUR_EXPERTS,),
+          _over_the_front_end),
     Table("docs/engine.md", "| added |", "On two cores of an EPYC without", 1, (_ABLATION,), _rungs),
     Claim("docs/engine.md", "{3095}; vLLM {2705}, with threads on every core {3105}; transformers one by one {158}, "
           "as one batch {773}", (_THROUGHPUT,), lambda found: list(found["output_tokens_per_s"].values())),
