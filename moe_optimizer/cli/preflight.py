@@ -35,7 +35,7 @@ def _check_same_hardware(plan: Plan, settings: Settings) -> None:
     name = settings["hardware"]
     origin = settings.values["hardware"].said_by
     found = f"{here.num_gpus} x {here.gpu.name}" if here.gpu else "no GPU"
-    hint = "add --dry-run to plan for another machine, or leave the name out to serve on this one"
+    hint = "`plan` and `serve --dry-run` plan for another machine; leave the name out to use this one"
     if planned.gpu is None or here.gpu is None or here.gpu.key != planned.gpu.key:
         raise InputError(f"{origin}: got {name}, but this machine has {found}", hint=hint)
     if plan.num_gpus > here.num_gpus:
