@@ -133,10 +133,14 @@ def cases() -> Iterator[Case]:
 
 
 def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
-    """Return what each pass was measured and predicted to gain, wherever a record has the side without it too."""
+    """Return what each pass was measured and predicted to gain, wherever a record has the side without it too.
+
+    Not where a constant was read from either.
+    """
     groups: dict[str, list[PassCase]] = {}
-    for base in found:
-        for case in found:
+    judged = [case for case in found if not case.fitted]
+    for base in judged:
+        for case in judged:
             name = _pass_between(base.load, case.load)
             if name:
                 predicted = base.prediction.tpot_ms / case.prediction.tpot_ms

@@ -106,7 +106,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
             "Measured by nobody here",
             ("2026-11-22_h100_served", "2026-11-26_h100-h200_layouts_compared"),
         ),
-        ("The front end: the one process", "x4_layouts.json`)", ("2026-11-26_h200_x4_layouts",)),
+        ("The front end: the one process", "four_experts.json`)", ("2026-11-26_h200_x4_layouts",)),
         (
             "Measured loops differ in that",
             "28.4 and 32.2 ms per token.",

@@ -21,7 +21,7 @@ def drive(servers: Sequence[tuple[str, str, int, int]], seconds: float) -> None:
 
     Args:
         servers: URL without /v1, the name that it serves, how many tokens it knows, and the most that it takes.
-        seconds: after which no request begins.
+        seconds: after which no request begins, but for each client's first.
 
     Raises:
         OSError: a request failed.
@@ -31,12 +31,14 @@ def drive(servers: Sequence[tuple[str, str, int, int]], seconds: float) -> None:
     def client(number: int, url: str, model: str, vocabulary: int, max_model_len: int) -> None:
         draw, longest = random.Random(f"{url} {number}"), min(_LONGEST_PROMPT, max_model_len - _LONGEST_ANSWER)
         try:
-            while time.monotonic() < end:
+            while True:
                 # As many short ones as long ones, and at times few at once.
                 length = int(longest ** draw.random())
                 prompt = [draw.randrange(vocabulary // 100, vocabulary) for _ in range(length)]
                 for _ in streamed(url, model, prompt, draw.randint(1, _LONGEST_ANSWER)):
                     pass
+                if time.monotonic() >= end:
+                    return
                 time.sleep(draw.random())
         except OSError as error:
             errors.append(error)
