@@ -28,6 +28,8 @@ _ADDRESS = ("--host", "--port", "--uds", "--api-key", "--served-model-name", "--
 """Arguments of a server that no kernel depends on."""
 _COMPILERS = ("VLLM_", "TORCH", "TRITON_", "DG_", "FLASHINFER_", "CUDA_")
 """How variables begin that choose kernels, or say how and where they are compiled."""
+_ADDRESSES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
+"""Those of them that no kernel depends on."""
 _MOST_BYTES = 16 << 20
 
 
@@ -42,7 +44,8 @@ class WarmUpMemory:
 
     def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
         self._caches = cache_folders(environ)
-        variables = sorted((name, value) for name, value in environ.items() if name.startswith(_COMPILERS))
+        named = {name for name in environ if name.startswith(_COMPILERS)} - {*_ADDRESSES}
+        variables = sorted((name, environ[name]) for name in named)
         key = [__version__, compiler_versions(plan), _what_kernels_depend_on(plan), variables, list(requests)]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._path = cache_dir(os.environ) / "start_up" / f"{name}.warm.json"

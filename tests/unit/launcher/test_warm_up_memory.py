@@ -48,6 +48,7 @@ def test_nothing_is_known_to_another_plan_environment_or_warm_up(environ: dict[s
     assert memory(environ, batch_size=3).known() is None
     assert memory(environ | {"VLLM_USE_DEEP_GEMM": "0"}).known() is None
     assert memory(environ | {"HOSTNAME": "other"}).known() == {"a"}
+    assert memory(environ | {"VLLM_API_KEY": "secret"}).known() == {"a"}
     assert memory(environ, "a", "b", "c").known() is None
 
 
