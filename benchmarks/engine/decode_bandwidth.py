@@ -2,8 +2,8 @@
 
     python benchmarks/engine/decode_bandwidth.py qwen3-0.6b qwen3-moe-0.3b [--dtype float32] [--write]
 
-Models are folders or shapes of workload.py. The bandwidth is that of a matrix too large for the caches times a vector,
-with as many threads. It and the decodes take turns. A share is of the turn's own bandwidth; the best one divides the
+Models are folders or shapes of workload.py. The bandwidth is that of a matrix on huge pages, too large for the caches, times a
+vector, with as many threads. It and the decodes take turns. A share is of the turn's own bandwidth; the best one divides the
 fastest step of all turns by the highest bandwidth of all, which other work on the machine disturbs least. A step reads
 every weight but the embedding's (one row of it) and, of experts, as many as a token is routed to. KV cache and
 activations, a few MB here, do not count.
@@ -58,6 +58,7 @@ def _measure(name: str, dtype: str, turns: int) -> dict[str, Any]:
     import torch
 
     from moe_optimizer.engine import LLM, SamplingParams
+    from moe_optimizer.ops import use_huge_pages
 
     with tempfile.TemporaryDirectory() as folder:
         path, load_format = model_folder(name, Path(folder))
@@ -66,6 +67,7 @@ def _measure(name: str, dtype: str, turns: int) -> dict[str, Any]:
         )
     engine, step_bytes = llm.llm_engine, _bytes_of_a_step(llm)
     large, vector = torch.ones(_ROWS, _COLUMNS), torch.ones(_COLUMNS)
+    use_huge_pages(large)  # as the engine does with what it reads
     bandwidths, step_times, fastest = [], [], float("inf")
     for turn in range(turns + 1):
         begun = time.perf_counter()
