@@ -2,10 +2,10 @@
 
     python benchmarks/engine/decode_bandwidth.py qwen3-0.6b qwen3-moe-0.3b [--dtype float32] [--write]
 
-Models are folders or shapes of workload.py. The bandwidth is that of a matrix on huge pages, too large for the caches, times a
-vector, with as many threads. It and the decodes take turns. A share is of the turn's own bandwidth; the best one divides the
-fastest step of all turns by the highest bandwidth of all, which other work on the machine disturbs least. A step reads
-every weight but the embedding's (one row of it) and, of experts, as many as a token is routed to. KV cache and
+Models are folders or shapes of workload.py. The bandwidth is that of the sum of a matrix on huge pages, too large for
+the caches, with as many threads. It and the decodes take turns. A share is of the turn's own bandwidth; the best one
+divides the fastest step of all turns by the highest bandwidth of all, which other work on the machine disturbs least. A
+step reads every weight but the embedding's (one row of it) and, of experts, as many as a token is routed to. KV cache and
 activations, a few MB here, do not count.
 """
 
@@ -66,12 +66,12 @@ def _measure(name: str, dtype: str, turns: int) -> dict[str, Any]:
             path, load_format=load_format, dtype=dtype, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=1
         )
     engine, step_bytes = llm.llm_engine, _bytes_of_a_step(llm)
-    large, vector = torch.ones(_ROWS, _COLUMNS), torch.ones(_COLUMNS)
+    large = torch.ones(_ROWS, _COLUMNS)
     use_huge_pages(large)  # as the engine does with what it reads
     bandwidths, step_times, fastest = [], [], float("inf")
     for turn in range(turns + 1):
         begun = time.perf_counter()
-        torch.mv(large, vector)
+        large.sum()
         bandwidth = large.nbytes / (time.perf_counter() - begun)
         params = SamplingParams(temperature=0, max_tokens=_STEPS + _WARM_UP, ignore_eos=True, detokenize=False)
         engine.add_request(str(turn), [1 + turn, 2, 3], params)
