@@ -5,8 +5,8 @@
 Models are folders or shapes of workload.py. The bandwidth is that of the sum of a matrix on huge pages, too large for
 the caches, with as many threads. It and the decodes take turns. A share is of the turn's own bandwidth; the best one
 divides the fastest step of all turns by the highest bandwidth of all, which other work on the machine disturbs least. A
-step reads every weight but the embedding's (one row of it) and, of experts, as many as a token is routed to. KV cache and
-activations, a few MB here, do not count.
+step reads every weight but the embedding's (one row of it) and, of experts, as many as a token is routed to. KV cache
+and activations, a few MB here, do not count.
 """
 
 from __future__ import annotations
