@@ -24,11 +24,19 @@ from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
 
-_ADDRESS = ("--host", "--port", "--uds", "--api-key", "--served-model-name", "--shutdown-timeout", "--middleware")
+_OTHER_ARGUMENTS = (
+    "--host",
+    "--port",
+    "--uds",
+    "--api-key",
+    "--served-model-name",
+    "--shutdown-timeout",
+    "--middleware",
+)
 """Arguments of a server that no kernel depends on."""
 _COMPILERS = ("VLLM_", "TORCH", "TRITON_", "DG_", "FLASHINFER_", "CUDA_")
 """How variables begin that choose kernels, or say how and where they are compiled."""
-_ADDRESSES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
+_OTHER_VARIABLES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
 """Those of them that no kernel depends on."""
 _MOST_BYTES = 16 << 20
 
@@ -44,7 +52,7 @@ class WarmUpMemory:
 
     def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
         self._caches = cache_folders(environ)
-        named = {name for name in environ if name.startswith(_COMPILERS)} - {*_ADDRESSES}
+        named = {name for name in environ if name.startswith(_COMPILERS)} - {*_OTHER_VARIABLES}
         variables = sorted((name, environ[name]) for name in named)
         key = [__version__, compiler_versions(plan), _what_kernels_depend_on(plan), variables, list(requests)]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -78,6 +86,6 @@ def _what_kernels_depend_on(plan: Plan) -> object:
         "machine": [gpu and gpu.name, plan.hardware.driver_version, plan.hardware.cuda_version, plan.num_gpus],
         "processor": None if gpu or cpu is None else [cpu.name, cpu.cores, list(cpu.isa)],
         "model": encode(dataclasses.replace(plan.model, warnings=())),
-        "arguments": list(plan.serve_args.without(*_ADDRESS).words),
+        "arguments": list(plan.serve_args.without(*_OTHER_ARGUMENTS).words),
         "passes": {each.pass_name: encode(each.params) for each in plan.decisions if each.status is Status.ON},
     }

@@ -36,7 +36,7 @@ def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
 
 def test_a_limit_on_the_error_fails_and_names_what_is_further_off(cases, capsys, monkeypatch):
     monkeypatch.setattr(model_error, "cases", lambda: cases)
-    assert model_error.main(["--check", "--max-model-error", "0.12"]) == 0
+    assert model_error.main(["--check", "--max-model-error", "0.1"]) == 0
     assert model_error.main(["--check", "--max-model-error", "0.001"]) == 1
     said = capsys.readouterr().out
     assert "gain of flash_dmoe" in said
