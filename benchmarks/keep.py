@@ -9,6 +9,7 @@ Run it in the checkout that was measured: the record names its commit.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def main() -> int:
     result = json.loads(options.result.read_text(encoding="utf-8"))
     # Not where the files lay.
     result |= {key: Path(result[key]).name for key in ("plan_file", "workload") if result.get(key)}
+    for entry in result.get("entries", ()):
+        entry["reason"] = re.sub(r"(?<=\s)/\S*/", "", entry["reason"])
     environment = result["environment"] | {"model": Path(result["environment"]["model"]).name}
     head = {
         "what": f"{environment['model']}: {_what(result)}",
