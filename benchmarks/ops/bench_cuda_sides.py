@@ -14,11 +14,10 @@ from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, probl
 from moe_optimizer.ops import cuda_dispatch, reference
 from moe_optimizer.ops.cuda_variants import (
     DirectVariant,
-    GemmMode,
-    GroupedVariant,
     Variant,
     candidate_variants,
     choose_variant,
+    rounds_activations,
 )
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 
@@ -34,6 +33,7 @@ FAMILIES: tuple[str, ...] = (
     "grouped-fp8",
     "direct-mxfp4",
     "grouped-mxfp4_weights",
+    "grouped-mxfp4",
     "direct-int4",
     "grouped-int4_weights",
 )
@@ -48,7 +48,7 @@ def family_of(variant: Variant, dtype: str) -> str:
 
 def variants_for(problem: CudaProblem) -> list[Variant]:
     """The variants worth timing for a call, the likeliest best first."""
-    return list(candidate_variants(problem.sizes))
+    return list(candidate_variants(problem.sizes, rounded_mxfp4=True))
 
 
 def our_call(problem: CudaProblem, variant: Variant) -> Call:
@@ -284,6 +284,6 @@ def errors(problem: CudaProblem, out: torch.Tensor) -> tuple[float, float]:
 
 def error_bound(variant: Variant, torch_error: float) -> float:
     """Twice torch's error in BF16; E4M3 activations have 4 significant bits, in two places."""
-    if isinstance(variant, GroupedVariant) and variant.mode == GemmMode.FP8:
+    if rounds_activations(str(variant)):
         return 0.06
     return 2 * torch_error + 1e-3

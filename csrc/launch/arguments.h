@@ -29,7 +29,9 @@ inline Int4Factors w13_factors(const Int4Args& int4) {
 }
 inline Int4Factors w2_factors(const Int4Args& int4) { return {int4.w2_scale, int4.w2_zero, int4_shift(int4.w2_group)}; }
 
-inline bool has_four_bits(GemmMode mode) { return mode == GemmMode::kMxfp4Weights || mode == GemmMode::kInt4Weights; }
+inline bool has_four_bits(GemmMode mode) {
+  return mode == GemmMode::kMxfp4Weights || mode == GemmMode::kInt4Weights || mode == GemmMode::kMxfp4;
+}
 
 // Elements of a row of tokens in the order that weights of four bits need (mxfp4_position): whole 128.
 inline int64_t mxfp4_row(int64_t depth) { return (depth + 127) / 128 * 128; }
@@ -91,9 +93,9 @@ inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorksp
   PrepareArgs args{};
   args.in = static_cast<const uint16_t*>(moe.x);
   args.in_stride = moe.x_stride;
-  const bool permutes = mode == GemmMode::kFp8Weights || has_four_bits(mode);
+  const bool permutes = mode == GemmMode::kFp8Weights || (has_four_bits(mode) && !rounds_tokens(mode));
   args.permuted = permutes ? static_cast<uint16_t*>(w.tokens) : nullptr;
-  args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(w.tokens) : nullptr;
+  args.quantized = rounds_tokens(mode) ? static_cast<uint8_t*>(w.tokens) : nullptr;
   args.scale = w.token_scale;
   args.rows = moe.num_tokens;
   args.depth = static_cast<int32_t>(moe.hidden_size);
@@ -139,7 +141,7 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   const FusedExpertsArgs& moe = problem.moe;
   GemmArgs args = up_arguments(problem, w, launch);
   args.tokens = w.h;
-  if (launch.mode == GemmMode::kFp8) args.tokens = w.h_quantized;
+  if (rounds_tokens(launch.mode)) args.tokens = w.h_quantized;
   args.token_stride = args.out_stride;
   args.token_scale = w.h_scale;
   args.tile_counter = w.tile_counters + 1;

@@ -159,13 +159,14 @@ inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& varia
                       : launch.mode == GemmMode::kFp8Weights  ? choose_ring<GemmMode::kFp8Weights>
                       : launch.mode == GemmMode::kFp8         ? choose_ring<GemmMode::kFp8>
                       : launch.mode == GemmMode::kInt4Weights ? choose_ring<GemmMode::kInt4Weights>
+                      : launch.mode == GemmMode::kMxfp4       ? choose_ring<GemmMode::kMxfp4>
                                                               : choose_ring<GemmMode::kMxfp4Weights>;
   choose(variant.num_stages, launch);
   launch.route_blocks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div64(num_pairs(moe), kRoutePairs)));
   launch.route_shared_bytes =
       static_cast<int32_t>(kRouteSharedPerExpert * moe.num_local_experts + sizeof(RouteShared) + kAlignmentSlack);
   if (launch.mode != GemmMode::kBf16) {  // a warp per token, or per 128 elements
-    const int64_t warps = moe.num_tokens * (launch.mode == GemmMode::kFp8 ? 1 : ceil_div64(moe.hidden_size, 128));
+    const int64_t warps = moe.num_tokens * (rounds_tokens(launch.mode) ? 1 : ceil_div64(moe.hidden_size, 128));
     const int64_t blocks = ceil_div64(warps, kPrepareThreads / 32);
     launch.prepare_blocks = static_cast<int32_t>(std::min<int64_t>(blocks, 16 * multiprocessors));
   }
@@ -181,7 +182,7 @@ inline int64_t max_tiles(const FusedExpertsArgs& moe, const GroupedLaunch& launc
 inline GroupedWorkspace grouped_workspace(const Problem& problem, const GroupedLaunch& launch, Arena& arena) {
   const FusedExpertsArgs& moe = problem.moe;
   const int64_t pairs = num_pairs(moe), routed = problem.router.logits == nullptr ? 0 : pairs;
-  const bool fp8 = launch.mode == GemmMode::kFp8, four_bits = has_four_bits(launch.mode);
+  const bool rounds = rounds_tokens(launch.mode), four_bits = has_four_bits(launch.mode);
   const auto row = [&](int64_t depth) { return four_bits ? mxfp4_row(depth) : depth; };
   const int64_t token_elements = moe.num_tokens * row(moe.hidden_size), h_elements = pairs * row(moe.intermediate_size);
   GroupedWorkspace w{};
@@ -196,7 +197,7 @@ inline GroupedWorkspace grouped_workspace(const Problem& problem, const GroupedL
   w.y = arena.take<uint16_t>(pairs * moe.hidden_size);
   w.topk_ids = arena.take<int>(routed);
   w.topk_weights = arena.take<float>(routed);
-  if (fp8) {
+  if (rounds) {
     w.tokens = arena.take<uint8_t>(token_elements);
     w.token_scale = arena.take<float>(moe.num_tokens);
     w.h_quantized = arena.take<uint8_t>(h_elements);

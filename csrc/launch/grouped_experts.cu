@@ -14,7 +14,9 @@ void launch_routing(const Problem& problem, const GroupedWorkspace& workspace, c
   const RouteArgs args = route_arguments(problem, workspace, launch);
   LaunchShape shape{dim3(static_cast<unsigned>(launch.route_blocks + launch.prepare_blocks)), kRouteThreads,
                     launch.route_shared_bytes, stream};
-  const auto count_pairs = has_four_bits(launch.mode) ? count_pairs_kernel<true> : count_pairs_kernel<false>;
+  const auto count_pairs = launch.mode == GemmMode::kMxfp4 ? count_pairs_kernel<true, true>
+                           : has_four_bits(launch.mode)    ? count_pairs_kernel<true, false>
+                                                           : count_pairs_kernel<false, false>;
   launch_kernel("count_pairs", count_pairs, shape, args, prepare_arguments(problem, workspace, launch.mode));
   if (launch.route_blocks == 1) return;
   shape.grid = dim3(static_cast<unsigned>(launch.route_blocks));
@@ -36,6 +38,7 @@ void run_experts(Problem problem, const GroupedWorkspace& workspace, const Group
                             : launch.mode == GemmMode::kFp8Weights  ? launch_gemms_fp8_weights
                             : launch.mode == GemmMode::kFp8         ? launch_gemms_fp8
                             : launch.mode == GemmMode::kInt4Weights ? launch_gemms_int4_weights
+                            : launch.mode == GemmMode::kMxfp4       ? launch_gemms_mxfp4
                                                                     : launch_gemms_mxfp4_weights;
   if (problem.router.logits != nullptr) {
     problem = launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);

@@ -25,6 +25,7 @@ void launch_gemms_bf16(const Problem&, const GroupedWorkspace&, const GroupedLau
 void launch_gemms_fp8_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_mxfp4_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_int4_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
+void launch_gemms_mxfp4(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 void launch_gemms_fp8(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 
 }  // namespace moeopt

@@ -22,6 +22,8 @@ class GemmMode(IntEnum):
     """MXFP4 weights, BF16 tokens: weights become BF16 in registers."""
     INT4_WEIGHTS = 4
     """INT4 weights, BF16 tokens: likewise."""
+    MXFP4 = 5
+    """MXFP4 weights, E4M3 tokens: weights become E4M3 in registers, tokens are rounded as in FP8."""
 
 
 TILE_TOKENS = {
@@ -30,6 +32,7 @@ TILE_TOKENS = {
     GemmMode.FP8: (32, 64, 96, 144),
     GemmMode.MXFP4_WEIGHTS: (16, 32, 64, 128),
     GemmMode.INT4_WEIGHTS: (16, 32, 64, 128),
+    GemmMode.MXFP4: (64, 96, 128),
 }
 """Token tiles that are compiled (`CompiledTiles`): up to where sums and partial sums fit the registers."""
 PAIRED_TILES = {
@@ -38,12 +41,13 @@ PAIRED_TILES = {
     GemmMode.FP8: (144,),
     GemmMode.MXFP4_WEIGHTS: (),
     GemmMode.INT4_WEIGHTS: (),
+    GemmMode.MXFP4: (),
 }
 """Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
 MODES_OF_WEIGHT_BITS = {
     16: (GemmMode.BF16,),
     8: (GemmMode.FP8_WEIGHTS, GemmMode.FP8),
-    4: (GemmMode.MXFP4_WEIGHTS,),
+    4: (GemmMode.MXFP4_WEIGHTS, GemmMode.MXFP4),
 }
 """The modes that read weights of so many bits, those that keep the activations first; of INT4: `MoeSizes.modes`."""
 
@@ -139,15 +143,18 @@ def choose_variant(sizes: MoeSizes) -> Variant:
     return GroupedVariant(sizes.modes[0])
 
 
-def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
+def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False) -> tuple[Variant, ...]:
     """Return the variants for these sizes that may take the place of vLLM's kernel, the likeliest best first.
 
-    With FP8 weights that includes the one that quantises the activations too, as vLLM's kernel does.
+    With FP8 weights that includes the one that quantises the activations too, as vLLM's kernel does; with MXFP4 weights
+    only if `rounded_mxfp4`, as vLLM's kernels keep them.
     """
     chosen: list[Variant] = []
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         chosen.append(DirectVariant())
     for mode in sizes.modes:
+        if mode == GemmMode.MXFP4 and not rounded_mxfp4:
+            continue
         if sizes.num_tokens >= _FROM_TOKENS:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))
@@ -160,7 +167,7 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
 def rounds_activations(name: str) -> bool:
     """Return whether the variant of this name quantises the activations to FP8."""
     variant = variant_named(name)
-    return isinstance(variant, GroupedVariant) and variant.mode == GemmMode.FP8
+    return isinstance(variant, GroupedVariant) and variant.mode in (GemmMode.FP8, GemmMode.MXFP4)
 
 
 def variant_named(name: str) -> Variant:

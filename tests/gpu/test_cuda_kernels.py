@@ -31,6 +31,7 @@ DIRECT = DirectVariant()
 BF16 = GroupedVariant(GemmMode.BF16)
 FP8_WEIGHTS = GroupedVariant(GemmMode.FP8_WEIGHTS)
 MXFP4_WEIGHTS = GroupedVariant(GemmMode.MXFP4_WEIGHTS)
+MXFP4 = GroupedVariant(GemmMode.MXFP4)
 
 
 def on_gpu(case: Case) -> Case:
@@ -163,6 +164,40 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.MXFP4])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(5, 2048, 768), (300, 288, 224), (40, 2880, 480), (700, 1056, 96)]
+)
+def test_grouped_mxfp4_in_e4m3_stays_within_the_rounding_of_the_tokens(tokens, hidden, width, tile):
+    case = on_gpu(make_case(tokens, 2, 5, hidden, width, mxfp4=True))
+    want = case.reference().float()
+    out = run(case.problem, GroupedVariant(GemmMode.MXFP4, tile)).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+def test_mxfp4_in_e4m3_with_biases_the_clamped_activation_and_a_map():
+    ids = torch.randint(-1, 6, (120, 2), generator=torch.Generator().manual_seed(3))
+    case = on_gpu(
+        make_case(120, 2, 4, 288, 160, mxfp4=True, ids=ids, expert_map=torch.tensor([-1, 1, -1, 0, 2, 3]),
+                  activation="swigluoai", bias=True, int64_ids=True)
+    )  # fmt: skip
+    want = case.reference().float()
+    assert (run(case.problem, MXFP4).float() - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+@pytest.mark.parametrize("exponent", [100, 120, 140])
+def test_mxfp4_weights_are_exact_in_e4m3_wherever_their_scales_lie(exponent):
+    # Another scale of all weights of w2 changes every output by a power of two.
+    problem = on_gpu(make_case(90, 2, 3, 288, 96, mxfp4=True)).problem
+    assert problem.w2_scale is not None
+    problem.w2_scale.fill_(125)
+    problem.w2_scale[..., ::2] = 112
+    want = run(problem, MXFP4).clone().float()
+    problem.w2_scale += exponent - 125
+    expected = torch.ldexp(want, torch.tensor(exponent - 125, device="cuda")).bfloat16().float()
+    assert torch.equal(run(problem, MXFP4).float(), expected)
+
+
 @pytest.mark.parametrize(
     "variant",
     [GroupedVariant(mode, tile, paired=True) for mode, tiles in PAIRED_TILES.items() for tile in tiles],
@@ -220,10 +255,12 @@ def test_rows_around_the_output_stay_as_they_were(variant):
     assert (guard == 7.0).all()
 
 
-@pytest.mark.parametrize("variant", [DIRECT, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8), MXFP4_WEIGHTS], ids=str)
+@pytest.mark.parametrize(
+    "variant", [DIRECT, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8), MXFP4_WEIGHTS, MXFP4], ids=str
+)
 def test_the_same_input_gives_the_same_bits(variant):
-    fp8 = None if variant in (DIRECT, BF16, MXFP4_WEIGHTS) else "block"
-    case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8, mxfp4=variant == MXFP4_WEIGHTS))
+    fp8 = None if variant in (DIRECT, BF16, MXFP4_WEIGHTS, MXFP4) else "block"
+    case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8, mxfp4=variant in (MXFP4_WEIGHTS, MXFP4)))
     first = run(case.problem, variant).clone()
     for _ in range(20):
         assert torch.equal(first, run(case.problem, variant))

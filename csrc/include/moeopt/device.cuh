@@ -80,6 +80,12 @@ MOEOPT_DEVICE float max_abs_f32(float a, float b) {
 MOEOPT_DEVICE float min_f32(float a, float b) { return fminf(a, b); }  // min.f32
 // prmt.b32: result byte i is byte (nibble i of `selector`) of a (0 to 3) or b (4 to 7).
 MOEOPT_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// prmt.b32 again: nibbles of `selector` from 8 on give the sign of byte (nibble - 8), eight times.
+MOEOPT_DEVICE uint32_t prmt_or_sign(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
 // max.u16x2, of each 16-bit half.
 MOEOPT_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
   uint32_t larger;
@@ -161,6 +167,7 @@ MOEOPT_DEVICE uint32_t cvt_e4m3x2_f32(float first, float second) {
 MOEOPT_DEVICE float ld_global_nc(const float* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE uint32_t ld_global_nc(const uint8_t* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE uint32_t ld_global_nc(const uint16_t* pointer) { return __ldg(pointer); }
+MOEOPT_DEVICE uint32_t ld_global_nc(const uint32_t* pointer) { return __ldg(pointer); }
 MOEOPT_DEVICE Vec4 ld_global_nc_v4(const void* pointer) {
   Vec4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"

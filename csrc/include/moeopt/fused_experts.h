@@ -23,8 +23,8 @@ enum class Activation : int32_t {
 enum class ScaleKind : int32_t { kNone = 0, kBlock128 = 1, kChannel = 2, kGroup32 = 3 };
 
 // What the grouped CUDA kernels multiply, weights x tokens: BF16 x BF16; E4M3 x BF16; E4M3 x E4M3; MXFP4 x BF16;
-// INT4 x BF16.
-enum class GemmMode { kBf16 = 0, kFp8Weights = 1, kFp8 = 2, kMxfp4Weights = 3, kInt4Weights = 4 };
+// INT4 x BF16; MXFP4 x E4M3.
+enum class GemmMode { kBf16 = 0, kFp8Weights = 1, kFp8 = 2, kMxfp4Weights = 3, kInt4Weights = 4, kMxfp4 = 5 };
 
 // Instruction sets the kernels are built for, weakest first.
 enum class Isa : int32_t { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };

@@ -27,11 +27,14 @@
 //   kMxfp4Weights  E2M1 codes x BF16: likewise, 256 of K per stage, with the exponents of its groups as they lie in
 //                memory. The scales are part of the BF16 weights, so there are no partial sums and tiles can be wider.
 //   kInt4Weights  INT4 codes x BF16: the same, with the scales and zero points of the groups.
+//   kMxfp4       E2M1 codes x E4M3: weights are converted to E4M3 in registers, relative to the largest scale of their
+//                row (mxfp4.cuh). Tokens as in kFp8, in the order of e4m3_position.
 //   kFp8         E4M3 x E4M3: the scales of the weights, and of h, apply to FP32 partial sums per 128 of K; x has one
 //                scale per token, which applies to the sums (grouped_gemm_sm90_products.cuh).
 //
 // Barriers and the arrivals that open them:
-//   full[stage]   128 + 1: every producer thread once its copies have landed, and thread 0 with the TMA byte count
+//   full[stage]   128 + 1: every producer thread once its copies have landed, and thread 0 with the TMA byte count;
+//                 kMxfp4, kDown: + 32, the first warp's threads once more when their ratios are stored
 //   empty[stage]  8, one per math warp; paired: 16
 //   full[slot]    1, of the work queue
 // Producers wait for work and empty stages, math warps for work and full stages. The math warps' fence after their wait
@@ -139,6 +142,41 @@ struct StageScales {
   }
 };
 
+// kMxfp4, kDown: the same ratios before each of the two 128 of K of a stage. Read when they are needed, which is a ring
+// of stages before they are used: this warp has no registers to keep scales from step to step.
+template <int kTokens>
+struct StageRatios {
+  static constexpr int kPerLane = (kTokens + 31) / 32;
+
+  const float* token_scale;
+  int groups, columns;
+
+  MOEOPT_DEVICE StageRatios(const GemmArgs& args, const TokenTile& tile, int /*row_tile*/)
+      : token_scale(args.token_scale + static_cast<int64_t>(tile.begin) * ceil_div(args.depth, 128)),
+        groups(ceil_div(args.depth, 128)), columns(tile.count) {}
+  MOEOPT_DEVICE void load(int) {}
+  MOEOPT_DEVICE void store(float* ratios, int step) {
+    MOEOPT_NO_UNROLL
+    for (int piece = 0; piece < 2; ++piece) {
+      // Behind the last group, and before the first, where all sums are zero, the ratio is 1.
+      const int group = 2 * step + piece, before = group > 0 && group < groups ? 1 : 0;
+      float now[kPerLane], last[kPerLane];
+      MOEOPT_UNROLL
+      for (int i = 0; i < kPerLane; ++i) {
+        const int n = thread_index() + 32 * i;
+        const float* scale = token_scale + n * groups + (group < groups ? group : groups - 1);
+        now[i] = n < columns ? ld_global_cg(scale) : 1.0f;
+        last[i] = n < columns ? ld_global_cg(scale - before) : 1.0f;
+      }
+      MOEOPT_UNROLL
+      for (int i = 0; i < kPerLane; ++i) {
+        const int n = thread_index() + 32 * i;
+        if (n < columns) ratios[piece * kMxfp4Ratios + token_scale_place(n)] = last[i] * rcp_approx(now[i]);
+      }
+    }
+  }
+};
+
 // MXFP4: the weights warp copies the exponents of a stage's 256 rows, 8 bytes each, beside the weights. A row's
 // exponents may start at any address, but copies are of aligned words: three words per row, of which exponent i is byte
 // `skew` + i. Words past the end of a row, or of all rows, arrive as zeros: finite scales of zero weights.
@@ -166,6 +204,8 @@ struct StageExponents {
     }
     return exponents;
   }
+  // kRowBytes: of a row in the stage, 12 or more.
+  template <int kRowBytes>
   MOEOPT_DEVICE void copy(unsigned char* scales, int step) const {
     MOEOPT_UNROLL
     for (int box = 0; box < 2; ++box) {
@@ -174,7 +214,7 @@ struct StageExponents {
       for (int i = 0; i < kBoxRows / 32; ++i) {
         const bool inside = 32 * i < rows_left[box];
         const unsigned char* from = words[box] + (inside ? i * stride + 8 * step : 0);
-        unsigned char* to = scales + (box * kBoxRows + i * 32 + thread_index()) * 16;
+        unsigned char* to = scales + (box * kBoxRows + i * 32 + thread_index()) * kRowBytes;
         cp_async_4(to, from, inside);
         cp_async_4(to + 4, from + 4, inside && bytes > 4);
         if (skew[box] > 0) cp_async_4(to + 8, from + 8, inside && bytes > 8);
@@ -285,6 +325,9 @@ MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const WorkTile& work) {
   wait_ld_acquire(&args.tiles[work.token_tile].row_tiles_done, ceil_div(args.depth, kBoxRows));
 }
 
+template <GemmMode kMode, bool kUp>
+constexpr bool kHasMxfp4Ratios = kMode == GemmMode::kMxfp4 && !kUp;
+
 // The first producer warp: the work queue, weights, and scales.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
@@ -299,8 +342,10 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
   TileSignals signals(args, queue, num_steps);
   if (fills_queue) filler.push(filler.scheduler.first());
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
-    if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, work);
-    StageScales<kMode, kTokens, kUp> scales(args, work.tile(), work.row_tile);
+    if (StageScales<kMode, kTokens, kUp>::kHasRatios || kHasMxfp4Ratios<kMode, kUp>) wait_for_rows(args, work);
+    using Scales =
+        std::conditional_t<kHasMxfp4Ratios<kMode, kUp>, StageRatios<kTokens>, StageScales<kMode, kTokens, kUp>>;
+    Scales scales(args, work.tile(), work.row_tile);
     StageExponents exponents;
     if constexpr (Shape::kMxfp4) exponents = StageExponents::of<kUp>(args, work);
     StageInt4Factors factors;
@@ -313,8 +358,13 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
         copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
       if constexpr (Shape::kMxfp4) {
-        exponents.copy(ring.data() + Shape::kScaleOffset, step);
+        exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
+        if constexpr (kHasMxfp4Ratios<kMode, kUp>) {
+          auto* behind = ring.data() + Shape::kScaleOffset + Shape::kBoxes * kBoxRows * Shape::kExponentBytes;
+          scales.store(reinterpret_cast<float*>(behind) + kMxfp4Ratios, step);
+          mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
+        }
       } else if constexpr (Shape::kInt4) {
         factors.copy(args.int4, ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
@@ -360,7 +410,7 @@ MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], con
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
-  constexpr bool kFp8 = kMode == GemmMode::kFp8;
+  constexpr bool kFp8 = Shape::kRoundsTokens;
   constexpr int kElementBytes = kFp8 ? 1 : 2;
   constexpr int kRounds = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
   const int thread = thread_index() - 32, chunk = thread % 8, first = thread / 8;
@@ -408,11 +458,15 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
       }
       from += 128 * Shape::kTokenTiles;
       bytes_left -= 128 * Shape::kTokenTiles;
-      auto* scales = reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset);
+      // kMxfp4 has them behind the exponents, and the ratios make all but the last group's superfluous.
+      constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4;
+      auto* scales = reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset +
+                                              (kMxfp4 ? Shape::kBoxes * kBoxRows * Shape::kExponentBytes : 0));
       MOEOPT_UNROLL
       for (int i = 0; i < kScalesPerThread; ++i) {
-        if (scale_rows[i] == kNoRow || (kUp && step != num_steps - 1)) continue;
-        const uint64_t source = static_cast<uint64_t>(scale_rows[i]) * scale_groups + (kUp ? 0 : step);
+        if (scale_rows[i] == kNoRow || ((kUp || kMxfp4) && step != num_steps - 1)) continue;
+        const int group = kUp ? 0 : kMxfp4 ? scale_groups - 1 : step;
+        const uint64_t source = static_cast<uint64_t>(scale_rows[i]) * scale_groups + group;
         cp_async_4(scales + token_scale_place(thread + i * kTokenThreads), args.token_scale + source);
       }
       cp_async_mbarrier_arrive(ring.full + ring.stage);
@@ -431,6 +485,10 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
   const int first1 = first_row<kUp>(row_tile, warpgroup, 1);
   TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
+  LargestExponents largest;
+  if constexpr (kMode == GemmMode::kMxfp4) {
+    largest = LargestExponents::of_tile<kUp>(args, tile.expert, row_tile, warpgroup);
+  }
   float sum0[kColumns / 2] = {}, sum1[kColumns / 2] = {};
   if constexpr (kMode == GemmMode::kBf16) {
     multiply_stages_bf16<kColumns>(stages, sum0, sum1);
@@ -439,6 +497,9 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
     multiply_stages_of_four_bits<kColumns>(
         stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
+  } else if constexpr (kMode == GemmMode::kMxfp4) {
+    multiply_stages_mxfp4<kColumns, !kUp>(stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
+                                          largest, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kInt4Weights) {
     multiply_stages_of_four_bits<kColumns>(stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
                                            sum0, sum1);
@@ -453,8 +514,13 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     constexpr bool kSpread = kWarpRows<kMode, kUp> == 32;
     const int rows0 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 0) : first0;
     const int rows1 = kSpread ? first_of_operand<kMode, kUp>(row_tile, warpgroup, 1) : first1;
-    add_row_terms(sum0, row_terms<kMode, kUp>(args, tile.expert, rows0, 0));
-    add_row_terms(sum1, row_terms<kMode, kUp>(args, tile.expert, rows1, 1));
+    if constexpr (kMode == GemmMode::kMxfp4) {
+      add_row_terms(sum0, row_terms<kUp>(args, tile.expert, rows0, 0, largest));
+      add_row_terms(sum1, row_terms<kUp>(args, tile.expert, rows1, 1, largest));
+    } else {
+      add_row_terms(sum0, row_terms<kMode, kUp>(args, tile.expert, rows0, 0));
+      add_row_terms(sum1, row_terms<kMode, kUp>(args, tile.expert, rows1, 1));
+    }
   }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {
@@ -463,8 +529,8 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     } else {
       swiglu_sums(Activation::kSwigluOai, sum0, sum1);
     }
-    if constexpr (kMode == GemmMode::kFp8) {
-      store_quantized<kColumns, kStaged>(args, tile, first0, sum0, staging);
+    if constexpr (Shape::kRoundsTokens) {
+      store_quantized<kColumns, kStaged, Shape::kMxfp4>(args, tile, first0, sum0, staging);
     } else {
       constexpr RowOrder kOrder = kMode == GemmMode::kFp8Weights ? RowOrder::kFp8Weights
                                   : Shape::kFourBits             ? RowOrder::kMxfp4Weights
@@ -516,7 +582,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     prefetch_tensormap(&map0);
     prefetch_tensormap(&map1);
     for (int s = 0; s < args.num_stages; ++s) {
-      mbarrier_init(barriers + s, kProducerThreads + 1);
+      mbarrier_init(barriers + s, kProducerThreads + 1 + (kHasMxfp4Ratios<kMode, kUp> ? 32 : 0));
       mbarrier_init(barriers + args.num_stages + s, (args.paired ? 2 : 1) * (kGemmThreads - kProducerThreads) / 32);
     }
     for (int place = 0; place < kQueueSlots; ++place) mbarrier_init(queue.full + place, 1);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "moeopt/device.cuh"
+#include "moeopt/grouped_gemm_sm90_products.cuh"
 #include "moeopt/grouped_gemm_sm90_shape.cuh"
 #include "moeopt/mxfp4.cuh"
 #include "moeopt/prepare_tokens.cuh"
@@ -141,16 +142,34 @@ MOEOPT_DEVICE float largest_of(const float* four) {
                      max_abs_f32(float_from_bits(v.z), float_from_bits(v.w)));
 }
 
+// 16 of the 64 staged rows of a token, in their order: a warp's 16 rows.
+MOEOPT_DEVICE Vec4 load_quantized(const Staging& staging, int n, int chunk) {
+  const Vec4 v = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(n, chunk));
+  return {prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes), prmt(v.z, v.w, kOddBytes)};
+}
+// In the order of e4m3_position: rows 4 chunk .. 4 chunk + 3 of each of the four warps.
+MOEOPT_DEVICE Vec4 load_quantized_for_mxfp4(const Staging& staging, int n, int chunk) {
+  uint32_t words[4];
+  MOEOPT_UNROLL
+  for (int warp = 0; warp < 4; ++warp) {
+    const auto* units = reinterpret_cast<const uint32_t*>(staging.quantized_chunk(n, warp)) + chunk % 2 * 2;
+    words[warp] = prmt(units[0], units[1], chunk < 2 ? kEvenBytes : kOddBytes);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.
-template <int kColumns, int kStagedTokens>
+// kMxfp4: in the order of e4m3_position; rows past the end are zeros and fill up the last 128.
+template <int kColumns, int kStagedTokens, bool kMxfp4>
 MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, int first,
                                    const float (&values)[kColumns / 2], const Staging& staging) {
   constexpr int kAtOnce = 2 * kStagedTokens;
   const int thread = thread_index() % 128, lane = thread % 32, warp = thread / 32;
   const int token = thread / 4, chunk = thread % 4;
   // Of this thread: every 32nd token, 16 rows.
-  const int count = first + chunk * 16 < args.rows ? tile.count - token : 0;
-  uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * args.rows + first + chunk * 16;
+  const int count = kMxfp4 || first + chunk * 16 < args.rows ? tile.count - token : 0;
+  const int64_t stride = kMxfp4 ? args.out_stride : args.rows;
+  uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * stride + first + chunk * 16;
   bar_sync(1 + staging.warpgroup, 128);  // all threads have read the buffer's last contents
   find_largest<kColumns>(values, staging);
   bar_sync(3, 256);
@@ -186,22 +205,19 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
     MOEOPT_UNROLL
     for (int j = 0; j < kAtOnce / 32; ++j) {
       if (part + 32 * j >= kColumns) continue;
-      rows[j] = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(token + 32 * j, chunk));
+      const int n = token + 32 * j;
+      rows[j] = kMxfp4 ? load_quantized_for_mxfp4(staging, n, chunk) : load_quantized(staging, n, chunk);
     }
     MOEOPT_UNROLL
     for (int j = 0; j < kAtOnce / 32; ++j) {
       const int n = part + 32 * j;
-      const Vec4 v = rows[j];
-      if (n < kColumns && n < count) {
-        *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * args.rows) = {
-            prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes),
-            prmt(v.z, v.w, kOddBytes)};
-      }
+      if (n < kColumns && n < count) *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * stride) = rows[j];
     }
   }
 }
 
-// Scale (per channel; MXFP4: of all) and bias of a thread's two rows of operand `which`, which begins at row `first`.
+// Scale (per channel; MXFP4 in BF16: of all; kMxfp4 sets its own) and bias of a thread's two rows of operand `which`,
+// which begins at row `first`.
 struct RowTerms {
   float scale[2], bias[2] = {0.0f, 0.0f};
 };
@@ -220,6 +236,16 @@ MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, int first, in
     }
     if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, row);
   }
+  return terms;
+}
+
+// kMxfp4: with the scales of the rows.
+template <bool kUp>
+MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, int first, int which,
+                                 const LargestExponents& largest) {
+  RowTerms terms = row_terms<GemmMode::kMxfp4, kUp>(args, expert, first, which);
+  terms.scale[0] = mxfp4_row_scale(largest.of(which, 0));
+  terms.scale[1] = mxfp4_row_scale(largest.of(which, 1));
   return terms;
 }
 

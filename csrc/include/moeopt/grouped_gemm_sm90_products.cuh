@@ -4,6 +4,8 @@
 //   FP8 weights     part = bf16(w) x;  sums += f part                                    f: of 128 x 128 weights, or 1
 //   MXFP4 weights   sums += bf16(w) x; at the end sums *= 2^32                           bf16(w): scaled, x 2^-32
 //   INT4 weights    sums += bf16(w) x                                                    bf16(w): scaled, rounded once
+//   MXFP4 x FP8 up  sums += e4m3(w) x; at the end sums *= r s                            r: of the row, s: of the token
+//              down sums = sums s' / s + e4m3(w) h; at the end sums *= r s               s', s: as in wide tiles below
 //   FP8 x FP8, up to 64 columns
 //              up   part = w x;        sums += f part, at the end sums *= s              s: of the token
 //              down part = w h;        sums += f s part                                  s: of the token and 128 of K
@@ -168,6 +170,68 @@ struct StageExponentsOfLane {
   }
 };
 
+// The largest exponent of each of a lane's rows: g and g + 8 of both operands, of a warp's 16.
+struct LargestExponents {
+  uint32_t rows[2];  // of the operands; rows g and g + 8 in the halves
+
+  MOEOPT_DEVICE uint32_t of(int a, int half) const { return half ? rows[a] >> 16 : rows[a] & 0xffffu; }
+
+  // All loads of up to 64 exponents per row are in flight together; the four lanes of a row have a quarter each.
+  template <bool kUp>
+  MOEOPT_DEVICE static LargestExponents of_tile(const GemmArgs& args, int expert, int row_tile, int warpgroup) {
+    constexpr GemmMode kMode = GemmMode::kMxfp4;
+    constexpr int kAtOnce = 4;
+    const int groups = args.depth / static_cast<int>(kScaleGroup), lane = thread_index() % 32;
+    const int warp = thread_index() / 32 % 4;
+    const uint32_t* words[4];
+    int skew[4];
+    uint32_t top[4] = {};
+    MOEOPT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int first = first_of_operand<kMode, kUp>(row_tile, warpgroup, i / 2) + warp * kWarpRows<kMode, kUp>;
+      const int row = first + lane / 4 + i % 2 * 8, inside = row < args.rows ? row : 0;
+      const int weight_row = kUp ? w13_row(args.activation, args.rows, inside, i / 2) : inside;
+      const uint8_t* start = args.exponents + (static_cast<int64_t>(expert) * args.weight_rows + weight_row) * groups;
+      skew[i] = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 4);
+      words[i] = reinterpret_cast<const uint32_t*>(start - skew[i]);
+    }
+    for (int begin = 0; begin < groups + 3; begin += 4 * 4 * kAtOnce) {
+      uint32_t word[4][kAtOnce];
+      MOEOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        MOEOPT_UNROLL
+        for (int j = 0; j < kAtOnce; ++j) {  // no conditions: words past the end repeat the last
+          const int last = (skew[i] + groups - 1) / 4, at = begin / 4 + 4 * j + lane % 4;
+          word[i][j] = ld_global_nc(words[i] + (at < last ? at : last));
+        }
+      }
+      MOEOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        MOEOPT_UNROLL
+        for (int j = 0; j < kAtOnce; ++j) {  // bytes of the rows before and after do not count
+          const int last = (skew[i] + groups - 1) / 4, at = begin / 4 + 4 * j + lane % 4;
+          uint32_t bytes = word[i][j];
+          if (at == 0) bytes &= ~0u << 8 * skew[i];
+          if (at >= last) bytes &= ~0u >> 8 * (4 * last + 4 - skew[i] - groups);
+          if (at >= last && last == 0) bytes &= ~0u << 8 * skew[i];
+          top[i] = max_u16x2(top[i], max_u16x2(bytes & 0x00ff00ffu, bytes >> 8 & 0x00ff00ffu));
+        }
+      }
+    }
+    LargestExponents largest;
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {  // the larger half of either row, both rows in one word
+      uint32_t& rows = largest.rows[a];
+      rows = prmt(max_u16x2(top[2 * a], top[2 * a] >> 16), max_u16x2(top[2 * a + 1], top[2 * a + 1] >> 16), 0x5410);
+      MOEOPT_UNROLL
+      for (int mask = 1; mask <= 2; mask *= 2) {
+        rows = max_u16x2(rows, bits_from_float(shfl_bfly(float_from_bits(rows), mask)));
+      }
+    }
+    return largest;
+  }
+};
+
 // Where the scales and zero points of a lane's rows lie in a stage (StageInt4Factors).
 struct Int4FactorsOfLane {
   const GemmArgs& args;
@@ -305,6 +369,98 @@ MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale, 
       for (float& scale : of_tokens) scale *= factor;
     }
     sum[r] *= of_tokens[r % 8 / 4 * 2 + r % 2];
+  }
+}
+
+// All stages, MXFP4 weights and E4M3 tokens, added by the tensor cores. As multiply_stages_of_four_bits, with steps of
+// K = 32. kTokenScale: tokens have a scale per 128 of K, so the sums are rescaled before each: those of one operand
+// while the other is multiplied.
+template <int kColumns, bool kTokenScale, typename Stages>
+MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfLane& of_lane,
+                                         const LargestExponents& largest, float (&sum0)[kColumns / 2],
+                                         float (&sum1)[kColumns / 2]) {
+  constexpr int kExponentBytes = Stages::Shape::kExponentBytes;
+  const int lane = thread_index() % 32, swizzle = lane / 4;
+  uint32_t a0[2][4], a1[2][4];
+  const auto token_scales = [&] {
+    return reinterpret_cast<const float*>(stages.ring.data() + Stages::Shape::kScaleOffset +
+                                          2 * kBoxRows * kExponentBytes);
+  };
+  for (int step = 0; step < stages.num_steps; ++step) {
+    stages.open();
+    const uint64_t b = matrix_descriptor(stages.tokens());
+    MOEOPT_UNROLL
+    for (int piece = 0; piece < 2; ++piece) {
+      Vec4 rows[2][2];
+      E4m3Magnitudes magnitudes[2][2];
+      uint32_t below[2][2], most = 0;
+      MOEOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int a = i / 2, half = i % 2, row = stages.stage_row(a) + lane / 4 + 8 * half;
+        rows[a][half] =
+            *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 + (((4 * piece + lane % 4) ^ swizzle) << 4));
+        const auto* words =
+            reinterpret_cast<const uint32_t*>(stages.ring.data() + Stages::Shape::kScaleOffset + row * kExponentBytes) +
+            piece;
+        // Behind a row's last group lie the next row's exponents, but only zero weights. Rows 8 apart have the same
+        // skew, so one selector serves both; rows 64 apart likewise.
+        const uint32_t selector = of_lane.selectors[kTokenScale ? 0 : a][0];
+        below[a][half] = largest.of(a, half) - (prmt(words[0], words[1], selector) & 0xffu);
+        magnitudes[a][half] = e4m3_magnitudes(below[a][half]);
+        most = below[a][half] > most ? below[a][half] : most;
+      }
+      if (most > kMostPlainBinades) {  // rare
+        MOEOPT_UNROLL
+        for (int i = 0; i < 4; ++i) magnitudes[i / 2][i % 2] = e4m3_magnitudes_below(below[i / 2][i % 2]);
+      }
+      MOEOPT_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        const auto turn = [&](int a, uint32_t (&to)[4]) {
+          const Vec4 low = rows[a][0], high = rows[a][1];
+          uint32_t lows[2], highs[2];
+          e4m3_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, magnitudes[a][0], lows);
+          e4m3_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, magnitudes[a][1], highs);
+          to[0] = lows[0];
+          to[1] = highs[0];
+          to[2] = lows[1];
+          to[3] = highs[1];
+        };
+        turn(0, a0[w % 2]);
+        turn(1, a1[w % 2]);
+        const uint64_t tokens = advance_descriptor(b, piece * Stages::kTokensInStage * 128 + w * 32);
+        if (kTokenScale && w == 0) {
+          wgmma_wait_group<0>();
+          const float* ratios = token_scales() + kMxfp4Ratios * (1 + piece);
+          touch_all(sum0);
+          touch_all(sum1);
+          scale_columns(sum0, ratios, 1.0f);
+          wgmma_fence();
+          wgmma_e4m3(sum0, a0[w % 2], tokens, 1);
+          wgmma_commit_group();
+          scale_columns(sum1, ratios, 1.0f);
+          touch_all(sum1);
+          wgmma_fence();
+          wgmma_e4m3(sum1, a1[w % 2], tokens, 1);
+          wgmma_commit_group();
+          continue;
+        }
+        wgmma_fence();
+        wgmma_e4m3(sum0, a0[w % 2], tokens, 1);
+        wgmma_e4m3(sum1, a1[w % 2], tokens, 1);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
+      }
+    }
+    wgmma_wait_group<0>();
+    if (step == stages.num_steps - 1) {
+      touch_all(sum0);
+      touch_all(sum1);
+      scale_columns(sum0, token_scales(), 1.0f);
+      scale_columns(sum1, token_scales(), 1.0f);
+    }
+    bar_warp_sync();
+    stages.release(stages.ring.stage);
+    stages.ring.advance();
   }
 }
 

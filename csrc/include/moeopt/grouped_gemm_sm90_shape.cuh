@@ -27,7 +27,12 @@ using CompiledTiles = std::conditional_t<
     std::conditional_t<
         kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
         std::conditional_t<kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights,
-                           std::integer_sequence<int, 16, 32, 64, 128>, std::integer_sequence<int, 32, 64, 96, 144>>>>;
+                           std::integer_sequence<int, 16, 32, 64, 128>,
+                           std::conditional_t<kMode == GemmMode::kMxfp4, std::integer_sequence<int, 64, 96, 128>,
+                                              std::integer_sequence<int, 32, 64, 96, 144>>>>>;
+
+// Whether the tokens become E4M3, too.
+constexpr bool rounds_tokens(GemmMode mode) { return mode == GemmMode::kFp8 || mode == GemmMode::kMxfp4; }
 
 // INT4: of a row in a stage. Up to 8 scales in at most 5 words, then up to 8 zero points in at most 3.
 constexpr int kInt4RowBytes = 32;
@@ -37,25 +42,32 @@ template <GemmMode kMode, int kTokens>
 struct GemmShape {
   static constexpr int kBoxes = 2;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  static constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4Weights, kInt4 = kMode == GemmMode::kInt4Weights;
+  static constexpr bool kMxfp4 = kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kMxfp4;
+  static constexpr bool kInt4 = kMode == GemmMode::kInt4Weights;
   static constexpr bool kFourBits = kMxfp4 || kInt4;
+  static constexpr bool kRoundsTokens = rounds_tokens(kMode);
   static constexpr int kMapStep = kMode == GemmMode::kBf16 ? 64 : 128;  // elements of the tensor map in 128 bytes
   static constexpr int kDepth = kFourBits ? 256 : kMapStep;             // K per stage: 128 bytes of weights
-  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : kFourBits ? 4 : 1;  // of 128 bytes per token
+  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2
+                                     : !kFourBits                   ? 1
+                                     : kRoundsTokens                ? 2
+                                                                    : 4;  // 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios; MXFP4: exponents;
-  // INT4: scales and zero points of the groups. Rounded up to keep the
-  // next stage aligned.
-  static constexpr int kScaleBytes = kMode == GemmMode::kBf16 ? 0
-                                     : kMxfp4                 ? kBoxes * kBoxRows * 16
-                                     : kInt4                  ? kBoxes * kBoxRows * kInt4RowBytes
+  // MXFP4: of the exponents of a row in a stage; kMxfp4 has to save bytes for a third stage.
+  static constexpr int kExponentBytes = kMode == GemmMode::kMxfp4 ? 12 : 16;
+  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios; MXFP4: exponents; kMxfp4: and the tokens'
+  // scales and ratios; INT4: scales and zero points of the groups. Rounded up to keep the next stage aligned.
+  static constexpr int kScaleBytes = kMode == GemmMode::kBf16    ? 0
+                                     : kMode == GemmMode::kMxfp4 ? kBoxes * kBoxRows * kExponentBytes + 2048
+                                     : kMxfp4                    ? kBoxes * kBoxRows * kExponentBytes
+                                     : kInt4                     ? kBoxes * kBoxRows * kInt4RowBytes
                                      : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
                                                                                           : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
   static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
   // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
-  static constexpr int kStagingBytes = kStagedTokens * 128 + (kMode == GemmMode::kFp8 ? kTokens * 4 : 0);
+  static constexpr int kStagingBytes = kStagedTokens * 128 + (kRoundsTokens ? kTokens * 4 : 0);
 };
 
 // Scales of the weights in a stage: [math warpgroup][operand][warp]. I and H are multiples of 16, so the 16 rows of a
@@ -63,6 +75,8 @@ struct GemmShape {
 constexpr int kFactors = 16;
 constexpr int kFactorOffset = 160;  // floats, behind the tokens' scales
 constexpr int kRatioOffset = 192;
+// kMxfp4, floats behind the exponents: the tokens' scales, then ratios before each of the stage's two 128 of K.
+constexpr int kMxfp4Ratios = 128;
 
 // Registers per thread. At launch 168 (65536 / 384, rounded down to 8); setmaxnreg moves them from the producers to the
 // math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168.
@@ -154,7 +168,7 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
 // Rows from one warp of a math warpgroup to the next, in an operand. With four bits the warps of kUp are 32 rows apart
 // and those of the other warpgroup lie between: 64 rows of h then fill whole 16 bytes of the order of mxfp4_position.
 template <GemmMode kMode, bool kUp>
-constexpr int kWarpRows = (kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights) && kUp ? 32 : 16;
+constexpr int kWarpRows = GemmShape<kMode, 16>::kFourBits && kUp ? 32 : 16;
 // First row of operand `a` that the math warpgroup has.
 template <GemmMode kMode, bool kUp>
 MOEOPT_DEVICE int first_of_operand(int row_tile, int warpgroup, int a) {

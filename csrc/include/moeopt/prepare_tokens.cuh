@@ -26,6 +26,11 @@ MOEOPT_DEVICE int mxfp4_position(int k) {
   return (k & ~127) | ((k & 24) << 2) | ((k & 3) << 3) | ((k & 96) >> 4) | ((k & 4) >> 2);
 }
 
+// The same for kMxfp4 in E4M3: 8 w + 4 p + i of lane t goes to byte i of the word t of the 16 at 32 w + 16 p.
+MOEOPT_DEVICE int e4m3_position(int k) {
+  return (k & ~127) | ((k & 24) << 2) | ((k & 4) << 2) | ((k & 96) >> 3) | (k & 3);
+}
+
 // Scale for values up to `top` in magnitude. Values so small that the ratio of two scales could be infinite get scale 1
 // and become zeros. NaN and infinity stay visible through the scale.
 MOEOPT_DEVICE float quantization_scale(float top) { return top < 0x1p-60f ? 1.0f : top * (1.0f / kLargestE4M3); }
@@ -107,7 +112,9 @@ MOEOPT_DEVICE void permute_rows_for_mxfp4(const PrepareArgs& args, int block, in
   }
 }
 
-// Keeps 2048 elements of a row in registers; a longer row is read a second time for the rounding.
+// Keeps 2048 elements of a row in registers; a longer row is read a second time for the rounding. kMxfp4: in the order
+// of e4m3_position; rows are filled up with zeros to whole 128.
+template <bool kMxfp4>
 MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blocks) {
   constexpr int kVectors = 8, kSpan = kVectors * 32 * 8;
   const int lane = thread_index() % 32;
@@ -137,24 +144,36 @@ MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blo
       MOEOPT_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const int k = element(span, i);
-        if (k >= args.depth) continue;
-        const Quantized8 q = quantize8(values[i], scale);
-        auto* to = reinterpret_cast<uint64_t*>(args.quantized + row * args.depth + k);
-        *to = q.low | static_cast<uint64_t>(q.high) << 32;
+        if constexpr (kMxfp4) {
+          const int length = ceil_div(args.depth, 128) * 128;
+          if (k >= length) continue;
+          const Quantized8 q = quantize8(values[i], scale);
+          auto* to = reinterpret_cast<uint32_t*>(args.quantized + row * length + e4m3_position(k));
+          to[0] = q.low;
+          to[4] = q.high;
+        } else {
+          if (k >= args.depth) continue;
+          const Quantized8 q = quantize8(values[i], scale);
+          auto* to = reinterpret_cast<uint64_t*>(args.quantized + row * args.depth + k);
+          *to = q.low | static_cast<uint64_t>(q.high) << 32;
+        }
       }
     }
   }
 }
 
-// kMxfp4: in the order for MXFP4. By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
-template <bool kMxfp4>
+// kMxfp4: in the order for MXFP4; kRounds: and in E4M3. By `num_blocks` blocks of kPrepareThreads threads; this is
+// number `block`.
+template <bool kMxfp4, bool kRounds>
 MOEOPT_DEVICE void prepare_tokens(const PrepareArgs& args, int block, int num_blocks) {
-  if constexpr (kMxfp4) {
+  if constexpr (kMxfp4 && kRounds) {
+    quantize_rows<true>(args, block, num_blocks);
+  } else if constexpr (kMxfp4) {
     permute_rows_for_mxfp4(args, block, num_blocks);
   } else if (args.permuted != nullptr) {
     permute_rows(args, block, num_blocks);
   } else {
-    quantize_rows(args, block, num_blocks);
+    quantize_rows<false>(args, block, num_blocks);
   }
 }
 

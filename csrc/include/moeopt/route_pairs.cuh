@@ -212,7 +212,7 @@ MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
 }
 
 // The first launch: blocks from args.num_blocks on prepare tokens, if there are any.
-template <bool kMxfp4>
+template <bool kMxfp4, bool kRounds>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
     count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args, const MOEOPT_GRID_CONSTANT PrepareArgs prepare) {
   MOEOPT_SHARED_BASE(shared);
@@ -221,7 +221,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
   if (block_index() < args.num_blocks) {
     count_pairs(args, shared);
   } else {
-    prepare_tokens<kMxfp4>(prepare, block_index() - args.num_blocks, grid_blocks() - args.num_blocks);
+    prepare_tokens<kMxfp4, kRounds>(prepare, block_index() - args.num_blocks, grid_blocks() - args.num_blocks);
   }
 }
 

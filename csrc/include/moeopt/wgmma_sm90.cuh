@@ -6,7 +6,8 @@
 //
 // Warp w of the warpgroup holds rows 16w .. 16w+15 of d; in it lane 4g + t holds, for each 8 columns n,
 //   d[8 (n/8) ...]: d[4j] = d[g][8j + 2t], d[4j+1] = d[g][8j + 2t + 1], d[4j+2] and d[4j+3] the same of row g + 8.
-// Registers as operand a are those of mma_m16n8k16.
+// Registers as operand a are those of mma_m16n8k16; in E4M3 lane 4 g + t has a[g][4t .. 4t+3], a[g+8][the same],
+// a[g][4t+16 .. 4t+19] and a[g+8][the same].
 //
 // Every accumulator is an operand of the instruction. Macros write these lists, one instantiated width per line below.
 #pragma once
@@ -80,12 +81,16 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   MOEOPT_DEVICE void wgmma_e4m3(float (&d)[i], uint64_t a, uint64_t b, int accumulate) {                        \
     MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", i, last, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b));       \
   }
-// a in registers, BF16:
-#define MOEOPT_WGMMA_REGISTERS(n, i, j, k, l, m, last)                                                            \
-  MOEOPT_DEVICE void wgmma_bf16(float (&d)[i], const uint32_t (&a)[4], uint64_t b, int accumulate) {              \
-    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", i, last,                                                          \
-                 "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]), \
-                 "r"(a[3]), "l"(b));                                                                              \
+// a in registers:
+#define MOEOPT_WGMMA_REGISTERS(n, i, j, k, l, m, last)                                                                \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[i], const uint32_t (&a)[4], uint64_t b, int accumulate) {                  \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", i, last,                                                              \
+                 "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),     \
+                 "r"(a[3]), "l"(b));                                                                                  \
+  }                                                                                                                   \
+  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[i], const uint32_t (&a)[4], uint64_t b, int accumulate) {                  \
+    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", i, last, "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1", \
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                 \
   }
 
 MOEOPT_WGMMA_SHARED(16, 8, 9, 10)
@@ -100,6 +105,7 @@ MOEOPT_WGMMA_SHARED(144, 72, 73, 74)
 MOEOPT_WGMMA_SHARED(160, 80, 81, 82)
 MOEOPT_WGMMA_REGISTERS(16, 8, 9, 10, 11, 12, 13)
 MOEOPT_WGMMA_REGISTERS(32, 16, 17, 18, 19, 20, 21)
+MOEOPT_WGMMA_REGISTERS(48, 24, 25, 26, 27, 28, 29)
 MOEOPT_WGMMA_REGISTERS(64, 32, 33, 34, 35, 36, 37)
 MOEOPT_WGMMA_REGISTERS(96, 48, 49, 50, 51, 52, 53)
 MOEOPT_WGMMA_REGISTERS(112, 56, 57, 58, 59, 60, 61)

@@ -18,13 +18,13 @@ def sizes(tokens: int, weight_bits: int) -> MoeSizes:
 @pytest.mark.parametrize("weight_bits", [4, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 500, 8192])
 def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bits: int) -> None:
-    variants = candidate_variants(sizes(tokens, weight_bits))
+    variants = candidate_variants(sizes(tokens, weight_bits), rounded_mxfp4=True)
     assert variants
     assert [variant_named(str(variant)) for variant in variants] == list(variants)
     assert len({str(variant) for variant in variants}) == len(variants)
 
 
-def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8() -> None:
+def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8_or_it_is_asked_for() -> None:
     for tokens in (1, 64, 512, 8192):
         for bits in (4, 16):
             assert not any(rounds_activations(str(each)) for each in candidate_variants(sizes(tokens, bits)))
@@ -33,6 +33,11 @@ def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8() -> None
         name for name in names if name.startswith("grouped-fp8-")
     }
     assert any(map(rounds_activations, names))
+    asked = [str(each) for each in candidate_variants(sizes(512, 4), rounded_mxfp4=True)]
+    assert {name for name in asked if rounds_activations(name)} == {
+        name for name in asked if name.startswith("grouped-mxfp4-")
+    }
+    assert any(map(rounds_activations, asked))
 
 
 @pytest.mark.parametrize("name", ["", "stock", "grouped-", "grouped-int4-n16", "grouped-bf16-nx", "direct-chained2"])

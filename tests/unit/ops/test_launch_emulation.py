@@ -137,6 +137,86 @@ def test_grouped_mxfp4_with_the_smallest_ring_ends(emulator: Emulator, stages):
     assert torch.equal(full, small)
 
 
+# Sizes: one group along K; half a stage and more; exponents of a row that start at any of four bytes (33 groups).
+@pytest.mark.parametrize(("hidden", "width"), [(32, 32), (288, 160), (512, 96), (96, 1056)], ids=str)
+@pytest.mark.parametrize("tile", [64, 128])
+def test_grouped_mxfp4_in_e4m3_stays_within_the_rounding_of_the_tokens(emulator: Emulator, tile, hidden, width):
+    case = make_case(70, 2, 3, hidden, width, mxfp4=True)
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=tile).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("tile", "count"), [(64, 1), (64, 33), (96, 48), (96, 49), (128, 64), (128, 65), (128, 97), (128, 113), (128, 128)]
+)
+def test_grouped_mxfp4_in_e4m3_is_right_in_tiles_of_any_fill(emulator: Emulator, tile, count):
+    # Each of the widths that a tile can be multiplied in; three groups of 128 along K, both ways.
+    case = make_case(count, 1, 1, 288, 288, mxfp4=True)
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=tile, blocks=1).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+def test_grouped_mxfp4_in_e4m3_with_the_smallest_ring_ends(emulator: Emulator):
+    case = make_case(20, 2, 3, 544, 288, mxfp4=True)
+    full = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=64).clone()
+    small = emulator.grouped(with_poisoned_output(case), GemmMode.MXFP4, tile_tokens=64, num_stages=1, seed=5)
+    assert torch.equal(full, small)
+
+
+def test_mxfp4_in_e4m3_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
+    ids = torch.randint(-1, 6, (20, 2), generator=torch.Generator().manual_seed(3))
+    case = make_case(
+        20, 2, 4, 160, 224, mxfp4=True, ids=ids, expert_map=torch.tensor([-1, 1, -1, 0, 2, 3]),
+        activation="swigluoai", bias=True,
+    )  # fmt: skip
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=64).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+@pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567])
+@pytest.mark.parametrize("largest", [0, 6, 7, 120, 254])
+def test_every_code_of_mxfp4_is_exact_in_e4m3_down_to_14_binades_below_its_rows_largest_scale(
+    emulator: Emulator, codes, largest
+):
+    signed = [sign * value for sign in (1, -1) for value in E2M1_VALUES]
+    for exponent in range(largest + 1):
+        want = [signed[codes >> 4 * i & 15] * 2.0 ** (exponent - 127) for i in range(8)]
+        got = emulator.module.mxfp4_values_in_e4m3(codes, exponent, largest)
+        if exponent >= largest - 14:
+            assert got == want
+        else:
+            quantum = 2.0 ** (largest - 127 - 15)
+            assert all(abs(a - b) <= quantum / 2 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("below", [0, 11, 14, 15, 40])
+def test_groups_far_below_their_rows_largest_scale_add_what_e4m3_holds(emulator: Emulator, below):
+    # Every second group of w13 and w2 that much smaller, in whatever order: alone in its half of a row it still counts.
+    case = make_case(9, 1, 1, 256, 256, mxfp4=True)
+    p = case.problem
+    assert p.w13_scale is not None
+    assert p.w2_scale is not None
+    p.w13_scale.fill_(123)
+    p.w2_scale.fill_(123)
+    p.w13_scale[..., 1::2] -= below
+    p.w2_scale[..., ::2] -= below
+    want = case.reference().float()
+    out = emulator.grouped(p, GemmMode.MXFP4, tile_tokens=64).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+def test_a_scale_that_is_no_number_shows_in_its_row_alone_in_e4m3(emulator: Emulator):
+    case = make_case(3, 2, 2, 64, 96, mxfp4=True)
+    assert case.problem.w2_scale is not None
+    case.problem.w2_scale[:, 1::2] = 255
+    out = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=64)
+    assert not out[:, 1::2].isfinite().any()
+    assert out[:, ::2].isfinite().all()
+
+
 def _both_mxfp4(emulator: Emulator, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs of the direct and of the grouped kernels."""
     direct = emulator.direct(with_poisoned_output(case)).clone()

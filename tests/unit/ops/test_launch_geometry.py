@@ -33,7 +33,7 @@ SHARED_BYTES = 227 * 1024
 WEIGHT_BITS = {mode: bits for bits, modes in MODES_OF_WEIGHT_BITS.items() for mode in modes} | {
     GemmMode.INT4_WEIGHTS: 4
 }
-FOUR_BITS = (GemmMode.MXFP4_WEIGHTS, GemmMode.INT4_WEIGHTS)
+FOUR_BITS = (GemmMode.MXFP4_WEIGHTS, GemmMode.INT4_WEIGHTS, GemmMode.MXFP4)
 
 QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bits=16)
 MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bits=16)
@@ -233,7 +233,12 @@ def test_only_fp8_activations_take_room_for_quantised_tokens(emulator: Emulator)
         return emulator.layout(problem, GroupedVariant(mode), 132, buffer=256)["workspace"]
 
     assert parts(GemmMode.BF16)["h_quantized"] == 0 < parts(GemmMode.BF16)["h"]
-    assert parts(GemmMode.FP8)["h"] == 0 < parts(GemmMode.FP8)["h_quantized"]
+    for mode in (GemmMode.FP8, GemmMode.MXFP4):
+        assert parts(mode)["h"] == 0 < parts(mode)["h_quantized"]
+
+
+def test_three_stages_of_the_widest_tile_in_e4m3_fit_with_four_bits(emulator: Emulator):
+    assert grouped(emulator, of_mode(QWEN3, GemmMode.MXFP4), GemmMode.MXFP4, 128)["num_stages"] == 3
 
 
 def test_only_logits_take_room_for_ids_and_weights(emulator: Emulator):

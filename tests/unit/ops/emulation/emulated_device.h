@@ -72,6 +72,15 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7u) * 8 & 0xffu) << 8 * i;
   return result;
 }
+inline uint32_t prmt_or_sign(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint32_t bytes = prmt(a, b, selector);
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = bytes >> 8 * i & 0xffu;
+    result |= ((selector >> (4 * i + 3) & 1u) == 0 ? byte : byte & 0x80u ? 0xffu : 0u) << 8 * i;
+  }
+  return result;
+}
 inline float exp_f32(float x) { return std::exp(x); }
 inline float exp_approx(float x) { return std::exp(x); }
 
@@ -149,6 +158,10 @@ inline Vec4 ld_global_nc_no_allocate_v4(const void* pointer) { return ld_global_
 inline float ld_global_nc(const float* pointer) { return *pointer; }
 inline uint32_t ld_global_nc(const uint8_t* pointer) { return *pointer; }
 inline uint32_t ld_global_nc(const uint16_t* pointer) { return *pointer; }
+inline uint32_t ld_global_nc(const uint32_t* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 4) ::emulation::fail("4-byte load at a misaligned address");
+  return *pointer;
+}
 inline Vec4 ld_global_cg_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
 inline float ld_global_cg(const float* pointer) { return *pointer; }
 inline int ld_global_cg(const int* pointer) { return *pointer; }
@@ -472,6 +485,10 @@ template <int kRegisters>
 inline void wgmma_e4m3(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
   fiber().open_wgmma.push_back({d, kRegisters * 2, false, nullptr, a, b, accumulate != 0, true});
 }
+template <int kRegisters>
+inline void wgmma_e4m3(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  fiber().open_wgmma.push_back({d, kRegisters * 2, true, a, 0, b, accumulate != 0, true});
+}
 inline void wgmma_commit_group() {
   fiber().wgmma_groups.push_back(std::move(fiber().open_wgmma));
   fiber().open_wgmma.clear();
@@ -500,7 +517,12 @@ inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
   for (int half = 0; half < 2; ++half) {
     if (op.a_in_registers) {
       for (int k = 0; k < depth; ++k) {
-        a[half][k] = half_of(exchange_of(g * 4 + k % 8 / 2)[half + 2 * (k >= 8)], k % 2);
+        if (op.fp8) {
+          const uint32_t bytes = exchange_of(g * 4 + k % 16 / 4)[half + 2 * (k >= 16)];
+          a[half][k] = float_from_e4m3(bytes >> 8 * (k % 4) & 0xffu);
+        } else {
+          a[half][k] = half_of(exchange_of(g * 4 + k % 8 / 2)[half + 2 * (k >= 8)], k % 2);
+        }
       }
     } else {
       read_tile_row(op.a, 16 * warp + g + 8 * half, op.fp8, a[half]);

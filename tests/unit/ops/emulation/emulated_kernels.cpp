@@ -75,8 +75,9 @@ void run_routing(const Problem& problem, const GroupedWorkspace& workspace, cons
   const RouteArgs args = route_arguments(problem, workspace, launch);
   check(emulation::launch(launch.route_blocks + launch.prepare_blocks, kRouteThreads,
                           static_cast<size_t>(launch.route_shared_bytes), seed, [&] {
-                            const auto kernel =
-                                has_four_bits(launch.mode) ? count_pairs_kernel<true> : count_pairs_kernel<false>;
+                            const auto kernel = launch.mode == GemmMode::kMxfp4 ? count_pairs_kernel<true, true>
+                                                : has_four_bits(launch.mode)    ? count_pairs_kernel<true, false>
+                                                                                : count_pairs_kernel<false, false>;
                             kernel(args, prepare_arguments(problem, workspace, launch.mode));
                           }));
   if (launch.route_blocks == 1) return;
@@ -115,6 +116,7 @@ void run_experts(const Problem& given, const GroupedWorkspace& workspace, const 
                    : launch.mode == GemmMode::kFp8         ? run_gemms<GemmMode::kFp8>
                    : launch.mode == GemmMode::kFp8Weights  ? run_gemms<GemmMode::kFp8Weights>
                    : launch.mode == GemmMode::kInt4Weights ? run_gemms<GemmMode::kInt4Weights>
+                   : launch.mode == GemmMode::kMxfp4       ? run_gemms<GemmMode::kMxfp4>
                                                            : run_gemms<GemmMode::kMxfp4Weights>;
   run(problem, workspace, launch, seed);
   const CombineArgs combine = combine_arguments(problem, workspace);
@@ -158,6 +160,19 @@ std::vector<double> mxfp4_values(uint32_t codes, uint32_t exponent) {
   return values;
 }
 
+// The values of 8 codes of a group in a row with this largest exponent, as E4M3 products have them.
+std::vector<double> mxfp4_values_in_e4m3(uint32_t codes, uint32_t exponent, uint32_t largest) {
+  const uint32_t below = largest - exponent;
+  uint32_t words[2];
+  e4m3_of_e2m1(codes, below > kMostPlainBinades ? e4m3_magnitudes_below(below) : e4m3_magnitudes(below), words);
+  std::vector<double> values;
+  for (int i = 0; i < 8; ++i) {
+    values.push_back(static_cast<double>(float_from_e4m3(words[i / 4] >> 8 * (i % 4) & 0xffu)) *
+                     static_cast<double>(mxfp4_row_scale(largest)));
+  }
+  return values;
+}
+
 // The weights of 8 codes, as the kernels multiply them.
 std::vector<double> int4_values(uint32_t codes, uint32_t scale, uint32_t zero) {
   uint32_t words[4];
@@ -181,10 +196,11 @@ PYBIND11_MODULE(emulated_kernels, module) {
              py::arg("routing_only") = false);
   module.def("router", &emulate_router);
   module.def("mxfp4_values", &mxfp4_values);
+  module.def("mxfp4_values_in_e4m3", &mxfp4_values_in_e4m3);
   module.def("int4_values", &int4_values);
   module.attr("direct_limits") = std::pair<int, int>{kDirectTokens, kDirectPairs};
   module.attr("tiles") = std::vector<std::vector<int>>{
-      tile_list(CompiledTiles<GemmMode::kBf16>()), tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
-      tile_list(CompiledTiles<GemmMode::kFp8>()), tile_list(CompiledTiles<GemmMode::kMxfp4Weights>()),
-      tile_list(CompiledTiles<GemmMode::kInt4Weights>())};
+      tile_list(CompiledTiles<GemmMode::kBf16>()),        tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
+      tile_list(CompiledTiles<GemmMode::kFp8>()),         tile_list(CompiledTiles<GemmMode::kMxfp4Weights>()),
+      tile_list(CompiledTiles<GemmMode::kInt4Weights>()), tile_list(CompiledTiles<GemmMode::kMxfp4>())};
 }
