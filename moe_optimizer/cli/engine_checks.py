@@ -12,8 +12,12 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.vllm_installation import flash_attention_versions
 
 PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "jinja2")
-IMPORT = "import moe_optimizer.engine"
-"""Run in a process of its own: packages that are there may not fit each other."""
+IMPORTS = {
+    "embedded engine": "import moe_optimizer.engine",
+    "triton": "import triton",
+    "flash-attn": "import flash_attn",
+}
+"""By row, run in a process of its own: packages that are there may not fit each other."""
 _FLASH_ATTENTION_GLIBC = (2, 32)
 """The oldest C library that FlashAttention's wheels run on."""
 
@@ -26,10 +30,8 @@ def engine_checks(*, has_gpu: bool) -> Iterator[Check]:
             "embedded engine", "note", f"not installed: {', '.join(absent)}; --engine embedded needs it",
             "run: pip install 'moe-optimizer[engine]'",
         )  # fmt: skip
-    elif why_not := why_python_fails("-c", IMPORT):
-        yield Check("embedded engine", "note", f"cannot be imported: {why_not}", f"run: python -c '{IMPORT}'")
     else:
-        yield Check("embedded engine", "ok", ", ".join(f"{name} {package_version(name)}" for name in PACKAGES))
+        yield _imported("embedded engine", ", ".join(f"{name} {package_version(name)}" for name in PACKAGES))
     if has_gpu:
         yield _triton()
         yield _flash_attention()
@@ -51,16 +53,23 @@ def missing_packages() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
+def _imported(name: str, version: str | None) -> Check:
+    """Return the row of what is installed, after it was imported."""
+    if why_not := why_python_fails("-c", IMPORTS[name]):
+        return Check(name, "note", f"cannot be imported: {why_not}", f"run: python -c '{IMPORTS[name]}'")
+    return Check(name, "ok", version or "installed, version unknown")
+
+
 def _triton() -> Check:
     if importlib.util.find_spec("triton") is None:
         lost = "not installed: the embedded engine gathers the KV blocks of each step instead of reading them in place"
         return Check("triton", "note", lost, "it comes with torch for CUDA")
-    return Check("triton", "ok", package_version("triton") or "installed, version unknown")
+    return _imported("triton", package_version("triton"))
 
 
 def _flash_attention() -> Check:
     if importlib.util.find_spec("flash_attn") is not None:
-        return Check("flash-attn", "ok", package_version("flash-attn") or "installed, version unknown")
+        return _imported("flash-attn", package_version("flash-attn"))
     if brought := flash_attention_versions():
         return Check("flash-attn", "ok", f"version {' and '.join(map(str, brought))}, as vLLM brings it")
     name, version = platform.libc_ver()

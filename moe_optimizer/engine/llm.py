@@ -42,9 +42,8 @@ class LLM:
             InputError: a prompt or a parameter is wrong; nothing is computed then.
         """
         listed = several(prompts)
-        default = self.get_default_sampling_params()
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or default] * len(listed)
+            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(listed)
         if not all(isinstance(each, SamplingParams) for each in sampling_params):
             raise InputError(
                 f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one for each prompt"

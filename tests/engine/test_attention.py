@@ -247,7 +247,7 @@ def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
 @pytest.mark.parametrize(
     ("absent", "cost"),
     [
-        pytest.param({"flash_attn"}, "it would save", marks=NEEDS_TRITON),
+        pytest.param({"flash_attn"}, "97 %", marks=NEEDS_TRITON),
         ({"flash_attn", "triton"}, "without CUDA graphs"),
     ],
 )
@@ -259,6 +259,19 @@ def test_a_backend_that_is_missing_is_a_warning_with_what_it_costs(
     with caplog.at_level("WARNING"):
         make_backend("auto", torch.device("cuda"), 16)
     assert cost in caplog.text
+
+
+@pytest.mark.parametrize(("module", "block_size"), [("flash_attn", 256), ("vllm.vllm_flash_attn", 16)])
+def test_a_flash_attention_that_is_there_and_cannot_be_imported_is_refused_with_the_reason(
+    module: str, block_size: int, vllm_flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    there = {"triton", "flash_attn"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in there else found(name))
+    monkeypatch.delitem(sys.modules, "moe_optimizer.engine.attention.vllm_flash_attention", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
+        make_backend("flash", torch.device("cuda"), block_size)
 
 
 def test_auto_on_a_cpu_reads_pages_in_place_with_kernels_and_copies_them_without(

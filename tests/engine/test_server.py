@@ -23,6 +23,7 @@ from tests.eventually import eventually
 from tests.free_ports import free_port
 
 PROMPT = "def add(a, b):\n"
+USAGE = {"include_usage": True}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(url: str, stop: list[s
     body = {"prompt": [PROMPT, "import os\n"], "n": 2, "seed": 3, "max_tokens": 20, "logprobs": 1, "stop": stop}
     whole = post(url, "completions", **body).json()
     texts, reasons, usage = {}, {}, None
-    for event in events(url, "completions", **body, stream_options={"include_usage": True}):
+    for event in events(url, "completions", **body, stream_options=USAGE):
         for choice in event["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
             reasons[choice["index"]] = choice["finish_reason"]
@@ -137,6 +138,9 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("chat/completions", {"messages": "hello"}, 400),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream_options": USAGE}, 400),
+        ("completions", {"prompt": "x", "stream_options": USAGE}, 400),
         ("nothing", {}, 404),
     ],
     ids=str,

@@ -47,13 +47,15 @@ class ApiRequest(BaseModel):
 
     def _sampling_params(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
         """Return the parameters; what the request leaves open is as in `defaults`."""
-        given = self.model_extra or {}
-        if "output_kind" in given:
-            raise InputError("output_kind: got a value, expected none: it follows from `stream`")
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
-        fields: dict[str, Any] = {**recommended, **given, **values, "output_kind": kind}
-        return SamplingParams(**fields)
+        fields: dict[str, Any] = {**recommended, **(self.model_extra or {}), **values}
+        if "output_kind" in fields:
+            raise InputError("output_kind: got a value, expected none: it follows from `stream`")
+        for name, needed in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+            if getattr(self, name, None) and not getattr(self, needed):
+                raise InputError(f"{name}: got {getattr(self, name)}, expected none without {needed}=true")
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**fields, output_kind=kind)
 
 
 class CompletionRequest(ApiRequest):

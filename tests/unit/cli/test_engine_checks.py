@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(engine_checks, "IMPORT", "pass")
+    monkeypatch.setattr(engine_checks, "IMPORTS", dict.fromkeys(engine_checks.IMPORTS, "pass"))
     monkeypatch.setattr(engine_checks, "flash_attention_versions", tuple)
     return names
 
@@ -50,14 +50,19 @@ def test_a_package_that_the_engine_lacks_is_named(installed: set[str], name: str
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"),
-    [("import no_such_module", "No module named 'no_such_module'"), ("import os; os.abort()", "SIGABRT")],
+    ("row", "script", "reason"),
+    [
+        ("embedded engine", "import no_such_module", "No module named 'no_such_module'"),
+        ("embedded engine", "import os; os.abort()", "SIGABRT"),
+        ("triton", "import no_such_module", "No module named 'no_such_module'"),
+        ("flash-attn", "import no_such_module", "No module named 'no_such_module'"),
+    ],
 )
 def test_packages_that_are_there_and_cannot_be_imported_are_a_note_with_the_reason(
-    installed: set[str], monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+    installed: set[str], monkeypatch: pytest.MonkeyPatch, row: str, script: str, reason: str
 ) -> None:
-    monkeypatch.setattr(engine_checks, "IMPORT", script)
-    check = checks()["embedded engine"]
+    monkeypatch.setitem(engine_checks.IMPORTS, row, script)
+    check = checks()[row]
     assert (check.status, reason in check.detail) == ("note", True)
     assert script in (check.hint or "")
 
@@ -65,7 +70,7 @@ def test_packages_that_are_there_and_cannot_be_imported_are_a_note_with_the_reas
 @pytest.mark.thorough
 def test_the_import_that_is_tried_is_one_that_works() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    assert why_python_fails("-c", engine_checks.IMPORT) == ""
+    assert why_python_fails("-c", engine_checks.IMPORTS["embedded engine"]) == ""
 
 
 @pytest.mark.parametrize(("module", "row"), [("triton", "triton"), ("flash_attn", "flash-attn")])
