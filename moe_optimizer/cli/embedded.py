@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import INTERRUPTED, messages
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
@@ -82,13 +82,37 @@ def check_can_serve_here(plan: Plan) -> None:
     check_weights(plan)
 
 
+def read_arguments(plan: Plan) -> dict[str, Any]:
+    """Return what the engine's server is started with.
+
+    Raises:
+        InputError: an argument after -- is none of the engine's, or has a wrong value.
+    """
+    from moe_optimizer.cli.engine_server import read_command_line
+
+    # Of a hub id the path may be its snapshot in the cache.
+    named = plan.model.name if "/" in plan.model.name else plan.model.path
+    return read_command_line(["--model", plan.model.path, "--served-model-name", named, *plan.serve_args.words])
+
+
+def check_arguments(plan: Plan) -> None:
+    """Read the arguments, if the engine's packages are here. Takes seconds: it imports torch.
+
+    Raises:
+        InputError: see `read_arguments`.
+    """
+    from moe_optimizer.cli.engine_checks import missing_packages
+
+    if not missing_packages():
+        read_arguments(plan)
+
+
 def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) -> int:
     """Serve `plan` in this process until SIGINT or SIGTERM; requests under way may finish.
 
     Raises:
         MoeOptimizerError: the model cannot be loaded, or the address or the folder cannot be used.
     """
-    from moe_optimizer.cli.engine_server import read_command_line
     from moe_optimizer.engine.server.serve import serve as serve_engine
     from moe_optimizer.launcher.address import reserved, server_address
     from moe_optimizer.launcher.run_folder import RunFolder
@@ -100,10 +124,7 @@ def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) 
         ready = True
         _report(plan, folder, named, time.monotonic() - started, progress, as_json=as_json)
 
-    # Of a hub id the path may be its snapshot in the cache.
-    named = plan.model.name if "/" in plan.model.name else plan.model.path
-    words = ["--model", plan.model.path, "--served-model-name", named, *plan.serve_args.words]
-    arguments = read_command_line(words)
+    arguments = read_arguments(plan)
     named = arguments["served_model_name"]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

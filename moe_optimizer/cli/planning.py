@@ -69,9 +69,11 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
     """Return the plan that is served; with the kill switch it is the one of stock vLLM.
 
     Raises:
-        InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
+        InputError, UnsupportedError, DoesNotFitError: see `make_plan`; the embedded engine has no such argument.
     """
     plan = judgement.with_judgement(planned(request))
+    if request.engine == embedded.ENGINE and request.vllm_args:
+        embedded.check_arguments(plan)
     return plan.stock() if settings.disabled else plan
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from moe_optimizer.cli import embedded
 from moe_optimizer.cli.main import main
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
@@ -87,6 +87,23 @@ def test_an_optimization_of_vllm_is_refused() -> None:
 def test_code_of_the_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="--trust-remote-code"):
         embedded.with_engine(asked("embedded", trust_remote_code=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (["--block-size", "8", "--no-fused-moe"], ExitCode.OK, "--no-fused-moe"),
+        (["--nope"], ExitCode.BAD_INPUT, "--nope"),
+        (["--block-size", "0"], ExitCode.BAD_INPUT, "block_size"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_reads_the_arguments_as_the_start_does(
+    words: list[str], code: int, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(TINY_MOE), "--engine", "embedded", "--dry-run", "--", *words]) == code
+    shown = capsys.readouterr()
+    assert named in (shown.err if code else shown.out)
 
 
 def arguments(port: int, run_dir: Path, *, model: str = str(TINY_MOE)) -> list[str]:
