@@ -12,7 +12,7 @@ from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
@@ -51,6 +51,8 @@ class AsyncLLM:
         self, prompts: list[Any], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[Indexed]:
         """Yield the outputs of several as they come. A prompt that is refused ends the others too."""
+        if len(prompts) > self._max_requests:
+            raise InputError(f"prompt: got {len(prompts)} prompts, expected at most {self._max_requests} in a request")
         loop, positions = asyncio.get_running_loop(), dict[str, int]()
         # At most two of each request: `SequenceGroup.unread`.
         outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()

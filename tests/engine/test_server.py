@@ -141,9 +141,11 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream_options": USAGE}, 400),
         ("completions", {"prompt": "x", "stream_options": USAGE}, 400),
+        ("completions", {"prompt": "x", "self": 1}, 400),
+        ("completions", {"prompt": ["x"] * 5000}, 400),
         ("nothing", {}, 404),
     ],
-    ids=str,
+    ids=lambda each: str(each)[:60],
 )
 def test_bad_input_is_the_clients_mistake(url: str, path: str, body: dict[str, Any], status: int) -> None:
     reply = post(url, path, **body)
@@ -204,6 +206,7 @@ CHAT = '"messages": [{"role": "user", "content": "x"}]'
             "chat_template",
         ),
         ("chat/completions", f'{{{CHAT}, "chat_template_kwargs": {{"return_tensors": "pt"}}}}', "return_tensors"),
+        ("chat/completions", f'{{{CHAT}, "chat_template_kwargs": {{"tokenizer": 1}}}}', "tokenizer"),
     ],
 )
 def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, path: str, body: str, said: str) -> None:

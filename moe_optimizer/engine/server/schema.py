@@ -9,7 +9,7 @@ from moe_optimizer.errors import InputError
 
 _NOT_VARIABLES = frozenset({
     "chat_template", "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
-    "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    "return_tensors", "tokenize", "tokenizer", "tokenizer_kwargs", "truncation",
 })  # fmt: skip
 """What the tokenizer takes beside the variables of a template. A client's own template could compute for ever."""
 
