@@ -17,7 +17,8 @@ def run_ablation(settings: AblationSettings, *, log_folder: Path, on_step: OnSte
     """Return what was found on each rung that this machine has.
 
     Raises:
-        MeasurementError: a rung ended without a result; or its tokens differ, and nothing below may change rounding.
+        MeasurementError: a rung ended without a result; or its tokens differ on a CPU, and nothing below may change
+            rounding.
         MoeOptimizerError: the engine cannot run the model.
     """
     rungs: list[Rung] = []
@@ -50,7 +51,8 @@ def run_ablation(settings: AblationSettings, *, log_folder: Path, on_step: OnSte
             equal=equal,
         )
         rungs.append(rung)
-        if equal < 1 and not any(below.rounds for below in rungs):
+        # On a GPU a product of another batch size may add in another order, from the first batches on.
+        if equal < 1 and not settings.on_gpu and not any(below.rounds for below in rungs):
             raise MeasurementError(f"{each.name}: {1 - equal:.1%} of the tokens differ from the naive loop's")
     climbed = {rung.name for rung in rungs}
     left_out = tuple(each.name for each in OPTIMIZATIONS if each.name not in climbed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,13 @@ def test_every_rung_gives_the_tokens_of_the_naive_loop(monkeypatch: pytest.Monke
     assert sum("needs a GPU" in line for line in table) == len(result.left_out)
 
 
-@pytest.mark.parametrize(("rung", "refused"), [("prefix_caching", True), ("fused_moe", False)])
+@pytest.mark.parametrize(
+    ("rung", "on_gpu", "refused"),
+    # A GPU's products of another batch size sum in another order.
+    [("prefix_caching", False, True), ("fused_moe", False, False), ("static batches", True, False)],
+)
 def test_other_tokens_are_an_error_unless_rounding_may_have_changed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rung: str, refused: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rung: str, on_gpu: bool, refused: bool
 ) -> None:
     def pretended(_module: str, request: Any, **_: Any) -> Any:
         token = int(OPTIMIZATIONS[request["rung"]].name == rung)
@@ -62,7 +67,8 @@ def test_other_tokens_are_an_error_unless_rounding_may_have_changed(
     monkeypatch.setattr(run, "run_measurement", pretended)
 
     def climbed() -> Any:
-        return run.run_ablation(SETTINGS, log_folder=tmp_path, on_step=lambda _share, _text: None)
+        settings = dataclasses.replace(SETTINGS, on_gpu=on_gpu)
+        return run.run_ablation(settings, log_folder=tmp_path, on_step=lambda _share, _text: None)
 
     if refused:
         with pytest.raises(MeasurementError, match=rf"{rung}: 50\.0%"):
