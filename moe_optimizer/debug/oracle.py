@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,28 @@ def suspects(llm: LLM) -> tuple[str, ...]:
         modules = [module for module in model.modules() if isinstance(module, kind)]
         if not modules:
             continue
-        hooks = [module.register_forward_hook(_rounded) for module in modules]
+        # A norm is called by its method that adds, so a hook of torch would not see it.
+        name = "add" if kind is RMSNorm else "forward"
+        for module in modules:
+            setattr(module, name, _rounded(getattr(module, name)))
         moved.append((float((logprobs_behind(engine, token_ids) - exact).abs().max()), kind.__name__))
-        for hook in hooks:
-            hook.remove()
+        for module in modules:
+            delattr(module, name)
     return tuple(
         f"{name}: rounding its outputs moves a log-probability by {by:.2g}" for by, name in sorted(moved)[::-1]
     )
 
 
-def _rounded(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.bfloat16().to(output.dtype)
+def _rounded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method with its output in bfloat16's precision, the first if it has several."""
+
+    def rounded(*arguments: Any) -> Any:
+        output = method(*arguments)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        first = first.bfloat16().to(first.dtype)
+        return (first, *others) if others else first
+
+    return rounded
 
 
 def _token_id(token: str) -> int:

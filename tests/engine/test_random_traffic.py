@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from moe_optimizer.engine.llm_engine import LLMEngine
 from tests.engine.paper_engine import assert_as_expected, paper_engine, params
@@ -20,8 +29,13 @@ SOAK_STEPS = 100_000
 class Traffic:
     """An engine, and what was asked of it."""
 
+    seen: ClassVar[Counter[str]] = Counter()
+    """What happened in all of them: steps, aborts, and what moves blocks."""
+
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
+        for name in ("fork", "swap_out", "swap_in"):
+            setattr(engine.scheduler.blocks, name, self._counted(name, getattr(engine.scheduler.blocks, name)))
         self.asked: dict[str, tuple[int, int]] = {}
         """Length, and first of the token ids that end an output."""
         self.count = 0
@@ -34,7 +48,16 @@ class Traffic:
         self.engine.add_request(request_id, prompt, params(max_tokens, n=n, stop_token_ids=stops), priority=priority)
         self.engine.check_integrity()
 
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            done = method(*arguments)
+            self.seen[name] += done is not False
+            return done
+
+        return counted
+
     def step(self) -> None:
+        self.seen["step"] += 1
         for output in self.engine.step():
             assert_as_expected(output)
             if output.finished:
@@ -47,6 +70,7 @@ class Traffic:
         self.engine.check_integrity()
 
     def abort(self, position: int) -> None:
+        self.seen["abort"] += 1
         request_id = list(self.asked)[position % len(self.asked)]
         del self.asked[request_id]
         output = self.engine.abort_request(request_id)
@@ -59,6 +83,7 @@ class Traffic:
             if not self.engine.has_unfinished_requests():
                 break
             self.step()
+        self.seen["preempt"] += self.engine.scheduler.num_preemptions
         assert not self.asked
         assert not self.engine.groups
         blocks = self.engine.scheduler.blocks
@@ -110,13 +135,35 @@ TrafficMachine.TestCase.settings = settings(max_examples=examples(40), stateful_
 TestTraffic = TrafficMachine.TestCase
 
 
-@pytest.mark.timeout(0)
-def test_a_hundred_thousand_steps_leak_nothing(request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways of a hundred thousand steps; each must have met everything that can happen."""
     if not request.config.getoption("--soak", default=False):
         pytest.skip("takes minutes: run `pytest tests/engine --soak`")
+    Traffic.seen.clear()
+    yield
+    assert Traffic.seen["step"] >= SOAK_STEPS
+    assert all(Traffic.seen[name] > 1000 for name in ("abort", "preempt", "fork", "swap_out", "swap_in")), Traffic.seen
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("soak")
+def test_a_hundred_thousand_steps_of_small_engines_leak_nothing() -> None:
+    while Traffic.seen["step"] < SOAK_STEPS:
+        run_state_machine_as_test(
+            TrafficMachine,
+            settings=settings(
+                max_examples=500, stateful_step_count=60, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("soak")
+def test_a_hundred_thousand_steps_leak_nothing() -> None:
     rng = random.Random(0)
-    steps = 0
-    while steps < SOAK_STEPS:
+    while Traffic.seen["step"] < SOAK_STEPS:
         block_size = rng.choice([1, 2, 4, 16])
         num_blocks = rng.randint(8, 40)
         longest = min(48, num_blocks * block_size)
@@ -137,5 +184,4 @@ def test_a_hundred_thousand_steps_leak_nothing(request: pytest.FixtureRequest) -
             if traffic.asked and rng.random() < 0.03:
                 traffic.abort(rng.randint(0, 100))
             traffic.step()
-            steps += 1
         traffic.drain()

@@ -258,7 +258,7 @@ def test_the_first_wrong_token_of_a_server_is_named(server_url: str) -> None:
     assert not report.same
     assert report.first_difference is not None
     assert (report.first_difference.prompt, report.first_difference.place) == (0, 2)
-    assert [line.partition(":")[0] for line in report.layers]
+    assert all(float(line.rpartition(" ")[2]) > 0 for line in report.layers), report.layers
     assert {line.partition(":")[0] for line in report.layers} == {"Attention", "MoE", "RMSNorm"}
 
 
