@@ -8,10 +8,11 @@
 --shape takes a published configuration (tests/data/model_configs) with random weights instead of a model's folder.
 
 Layouts joined by + are started at once on the same GPUs, each with an equal share of their memory (with the shares of
-`tp1x2:0.6+tp2:0.3`), and then loaded in turns; groups follow each other. The record is written after each group: a run
+`tp1x2:0.6+tp2:0.3`), and then loaded in turns; groups follow each other. Arguments after a layout are its own:
+"tp4+tp4 --api-server-count 4". The record is written after each group: a run
 that is cut keeps what it has, of layouts that failed or took too long the loads that they answered, and the same
 command with the same file goes on behind them. --dry-run starts nothing: it prints what would run, and what the plan
-predicts.
+predicts. What did not start at once with others starts again alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.dummy_model import published_shapes, write_published_shape  # noqa: E402
+from benchmarks.serving.layout_entries import Entry, foresee, groups, most_clients, write_plan  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.measure.bench.result import Limits, load_result  # noqa: E402
 from moe_optimizer.measure.bench.samples import read_samples  # noqa: E402
@@ -44,16 +46,8 @@ from moe_optimizer.measure.bench.trace import loads_of  # noqa: E402
 from moe_optimizer.measure.bench.workload import load_workload  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.server_processes import kill_members  # noqa: E402
-from moe_optimizer.specs.layout import parse_layout  # noqa: E402
 
-COMMAND = (sys.executable, "-m", "moe_optimizer")
 TOGETHER = Path(__file__).with_name("together.py")
-MEMORY = 0.9
-"""Of each GPU, for all servers that run on it at once."""
-CACHE = 0.85
-"""Of the cache that the plan expects: what the plan does not know of must fit too."""
-PORTS = 10
-"""From one layout's first port to the next one's: its servers, and the router's two."""
 LEAST_S = 160.0
 """With less time left no layout is started: a start takes 60 to 100 s, and the loads some."""
 STOP_S = 40.0
@@ -91,30 +85,10 @@ def main() -> int:
         return foreseen(options, vllm_args) if options.dry_run else recorded(options, vllm_args)
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A layout, and the servers that it has."""
-
-    layout: str
-    share: float
-    """Of the memory of each GPU."""
-    port: int
-
-
-def groups(options: Any) -> list[list[Served]]:
-    """Return the layouts that are served at once, in order."""
-    ports = itertools.count(options.port, PORTS)
-    found = []
-    for names in options.layouts.split(","):
-        named = [each.partition(":") for each in names.split("+")]
-        found.append([Served(name, float(share or MEMORY / len(named)), next(ports)) for name, _, share in named])
-    return found
-
-
 def foreseen(options: Any, vllm_args: list[str]) -> int:
     """Print what would run."""
-    for served in itertools.chain.from_iterable(groups(options)):
-        foresee(served, options, vllm_args)
+    for entry in itertools.chain.from_iterable(groups(options.layouts, options.port)):
+        foresee(entry, options, vllm_args)
     return 0
 
 
@@ -122,13 +96,18 @@ def recorded(options: Any, vllm_args: list[str]) -> int:
     """Measure what the record does not have yet."""
     end = time.monotonic() + options.total_s
     record = begun(options)
-    for group in groups(options):
-        todo = [each for each in group if "error" in record["layouts"].get(each.layout, {"error": "not measured yet"})]
+    waiting = groups(options.layouts, options.port)
+    while waiting:
+        group = waiting.pop(0)
+        todo = [each for each in group if "error" in record["layouts"].get(each.name, {"error": "not measured yet"})]
         if todo:
             record["layouts"] |= measured(todo, options, vllm_args, end=end)
             write_atomically(options.out, json.dumps(record, indent=1) + "\n")
         for each in todo:
-            show(each.layout, record["layouts"][each.layout])
+            show(each.name, record["layouts"][each.name])
+        if len(todo) > 1 and not any(record["layouts"][each.name]["loads"] for each in todo):
+            # One that does not start takes the others with it.
+            waiting = [*([each] for each in todo), *waiting]
     return int(any("error" in found for found in record["layouts"].values()))
 
 
@@ -161,25 +140,26 @@ def begun(options: Any) -> dict[str, Any]:
     return found
 
 
-def measured(group: list[Served], options: Any, vllm_args: list[str], *, end: float) -> dict[str, dict[str, Any]]:
+def measured(group: list[Entry], options: Any, vllm_args: list[str], *, end: float) -> dict[str, dict[str, Any]]:
     """Return what each layout of a group does; with `error` where it did not do all of it."""
     limit_s = min(options.layout_s, end - time.monotonic())
     if limit_s < LEAST_S:
-        return {each.layout: {"error": f"not started: {max(0, limit_s):.0f} s left", "loads": []} for each in group}
+        return {each.name: {"error": f"not started: {max(0, limit_s):.0f} s left", "loads": []} for each in group}
     folder = Path(tempfile.mkdtemp(prefix="layouts-"))
     workload = folder / "layouts.yaml"
     workload.write_text(workload_text(options), encoding="utf-8")
     started = time.monotonic()
-    plans = [write_plan(each, options, vllm_args, folder) for each in group]
+    with ThreadPoolExecutor() as pool:
+        plans = list(pool.map(lambda each: write_plan(each, options, vllm_args, folder), group))
     command = [sys.executable, str(TOGETHER), str(folder / "run"), *map(str, plans), "--tokenizer", options.model]
     command += ["--workload", str(workload), "--repetitions", str(options.repetitions)]
     error = run_for(command, folder, limit_s)
     wall_s = round(time.monotonic() - started, 1)
     failed = {"error": error, "log": logs(folder)} if error else {}
     found = {
-        each.layout: {
+        each.name: {
             **failed,
-            "beside": [other.layout for other in group if other is not each],
+            "beside": [other.name for other in group if other is not each],
             "memory_share": each.share,
             "serve_args": json.loads(plan.read_text(encoding="utf-8"))["serve_args"],
             "wall_s": wall_s,
@@ -191,31 +171,6 @@ def measured(group: list[Served], options: Any, vllm_args: list[str], *, end: fl
     if not error:
         shutil.rmtree(folder)
     return found
-
-
-def write_plan(served: Served, options: Any, vllm_args: list[str], folder: Path) -> Path:
-    """Plan a layout, and return the file of its plan."""
-    words = ["plan", options.model, *common(served, options), "--json", *(vllm_args or ["--"])]
-    share = f"{served.share:.2f}"
-    plan = asked([*words, "--gpu-memory-utilization", share])
-    # vLLM sizes its cache by what is free while it starts, and others start beside it.
-    cache = int(plan["memory"]["kv_cache_bytes"] * CACHE)
-    path = folder / f"{served.layout}.json"
-    text = asked([*words, "--gpu-memory-utilization", share, "--kv-cache-memory-bytes", str(cache)])
-    path.write_text(json.dumps(text), encoding="utf-8")
-    return path
-
-
-def asked(words: list[str]) -> Any:
-    """Return what the command prints as JSON.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout)
 
 
 def start_of(run: Path, number: int) -> Any:
@@ -263,20 +218,6 @@ def logs(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(errors="replace")[-3000:] for path in paths}
 
 
-def common(served: Served, options: Any) -> list[str]:
-    """Return the words that say what is planned."""
-    return [
-        *("--profile", options.profile, "--layout", served.layout),
-        *("--gpus", str(parse_layout(served.layout).num_devices)),
-        *("--batch-size", str(most_clients(options)), "--port", str(served.port)),
-    ]
-
-
-def most_clients(options: Any) -> int:
-    """Return the most clients that are asked for; each engine takes as many at once."""
-    return max(int(count) for count in options.clients.split(","))
-
-
 def workload_text(options: Any) -> str:
     """Return a workload of moe-optimizer bench."""
     return (
@@ -288,24 +229,6 @@ def workload_text(options: Any) -> str:
 
 def _exactly(tokens: int) -> str:
     return f"{{least: {tokens}, most: {tokens}}}"
-
-
-def foresee(served: Served, options: Any, vllm_args: list[str]) -> None:
-    """Print what would run, and what is predicted of it."""
-    lengths = ("--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens))
-    words = ["plan", options.model, *common(served, options), *lengths, "--hardware", options.dry_run, "--json"]
-    print(served.layout)
-    for number, clients in enumerate(options.clients.split(",")):
-        arguments = [*(vllm_args or ["--"]), "--gpu-memory-utilization", f"{served.share:.2f}"]
-        plan = asked([*words, "--clients", clients, *arguments])
-        if not number:
-            servers = plan["group"]["servers"] if plan["group"] else [plan]
-            print(*(f"  vllm serve {' '.join(server['serve_args'])}" for server in servers), sep="\n")
-        if plan["layouts"] is None:
-            print("  does not fit")
-            return
-        found = plan["layouts"]["estimates"][0]
-        print(f"  {clients:>5} clients: TPOT {found['tpot_ms']} ms, {found['tokens_per_s']} tokens/s")
 
 
 def show(layout: str, found: dict[str, Any]) -> None:

@@ -10,19 +10,23 @@ for all that traffic can bring. Here time is short, and the uncounted round of e
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from moe_optimizer.launcher.compile_caches import graph_cache  # noqa: E402
 from moe_optimizer.measure.bench.request import BenchRequest  # noqa: E402
 from moe_optimizer.measure.bench.result import Limits  # noqa: E402
 from moe_optimizer.measure.bench.run import Handling, measure_sides  # noqa: E402
-from moe_optimizer.measure.bench.side import Side, starting  # noqa: E402
+from moe_optimizer.measure.bench.side import RunningSide, Side, starting  # noqa: E402
 from moe_optimizer.measure.bench.workload import load_workload  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.process_environment import changed_environment  # noqa: E402
 
 
 def main() -> int:
@@ -51,9 +55,20 @@ def main() -> int:
     measure_sides(
         request,
         on_step=lambda share, text: print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True),
-        handling=Handling(start=functools.partial(starting, warm_up_s=0.0), at_once=True),
+        handling=Handling(start=start_apart, at_once=True),
     )
     return 0
+
+
+@contextlib.contextmanager
+def start_apart(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Callable[[], RunningSide]]:
+    """Start a server without our warm-up, with a folder of its own for compiled graphs: see `graph_cache`."""
+    with changed_environment(graph_cache(side.name, os.environ)):
+        starts = starting(side, run_dir=run_dir, ready_timeout_s=ready_timeout_s, warm_up_s=0.0)
+        stack = contextlib.ExitStack()
+        wait = stack.enter_context(starts)
+    with stack:
+        yield wait
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from pathlib import Path
 
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
@@ -22,6 +23,16 @@ def compile_caches(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     root = cache_dir(environ) / "compiled" / compiler_versions(plan)
     return {name: str(root / folder) for name, folder in _FOLDERS.items() if not environ.get(name)}
+
+
+def graph_cache(server: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which vLLM keeps the graphs that this server compiles apart from those of others.
+
+    Servers of equal configuration share a folder and each other's file names, which vLLM tells apart by the ranks
+    inside a server only. Those that start at once, with nothing there yet, write the same files at the same time.
+    """
+    root = environ.get("VLLM_CACHE_ROOT") or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
+    return {"VLLM_CACHE_ROOT": str(Path(root) / server)}
 
 
 def compiler_versions(plan: Plan) -> str:

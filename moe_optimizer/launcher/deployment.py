@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from moe_optimizer import env
 from moe_optimizer.launcher.address import base_url, reserved, server_address
 from moe_optimizer.launcher.command import check_plugin_visible, server_command, server_environment
+from moe_optimizer.launcher.compile_caches import graph_cache
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.router import check_group_can_run, router_command, router_environment
 from moe_optimizer.launcher.run_folder import RunFolder
@@ -120,7 +121,11 @@ def _server(plan: Plan, run: RunFolder, restarts: int, role: ServerRole | None =
     if role is not None:
         # The plan's placeholder for the run folder stands only inside JSON.
         command = [word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in command]
-        environment |= {**role.serve_env, **_visible_gpus(role.gpus, os.environ)}
+        environment |= {
+            **role.serve_env,
+            **_visible_gpus(role.gpus, os.environ),
+            **_graph_cache(plan, role, environment),
+        }
     host, port = server_address(arguments)
     scheme = "https" if arguments.value("--ssl-certfile") else "http"
     return Service(
@@ -149,6 +154,12 @@ def _router(plan: Plan, run: RunFolder) -> Service:
         client=ServerClient(base_url(host, port)),
         takes_user_arguments=False,
     )
+
+
+def _graph_cache(plan: Plan, role: ServerRole, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that keeps compiled graphs of a group's servers apart; the first has the folder of one."""
+    assert plan.group is not None, "a role without a group"
+    return {} if role is plan.group.servers[0] else graph_cache(role.name, environ)
 
 
 def _visible_gpus(gpus: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, str]:

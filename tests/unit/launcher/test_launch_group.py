@@ -274,6 +274,17 @@ def test_each_server_has_the_variables_of_its_role(tmp_path: Path) -> None:
     assert bound == ["0", "1"]
 
 
+def test_no_two_servers_of_a_group_write_the_same_compiled_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
+    # The first shares its folder with a server that is served alone.
+    assert [each.environment.get("VLLM_CACHE_ROOT") for each in servers] == [None, "/caches/vllm/replica-1"]
+
+
 def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
     monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: name if name == "vllm_router" else None)
