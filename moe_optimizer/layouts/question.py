@@ -55,7 +55,11 @@ class LayoutQuestion:
     even_routing: bool = False
     """Whether the weights are random (--load-format dummy)."""
     front_end: bool = True
-    """Whether the process counts that takes requests in and sends tokens out, one for each engine."""
+    """Whether the processes count that take requests in and send tokens out (vLLM's API servers)."""
+    api_servers: int | None = None
+    """Those of each server, as somebody asked for; None: as many as are useful."""
+    api_servers_of_engine: range = range(1, 2)
+    """Possible numbers for each engine, where nobody asked for one; vLLM starts one by itself."""
     placed: bool = False
     """Whether the experts will be placed by that load; else they lie in their order."""
 

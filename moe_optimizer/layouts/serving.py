@@ -17,7 +17,13 @@ from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.layout import Layout
-from moe_optimizer.specs.quantity import Quantity
+from moe_optimizer.specs.quantity import Quantity, Source
+
+FRONT_END = "front end"
+"""The part of a step in which tokens wait for the API server."""
+_BUSY = 0.7
+"""Chosen: of the time that the engine needs, what an API server may be busy before one more counts as useful; those
+that share a port get unequal numbers of connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +42,12 @@ class Prediction:
     """Requests that run at once, in each data parallel copy of each server."""
     waiting: int
     """Clients of the busiest copy that wait for room."""
+    api_servers: int
+    """Processes of each server that take requests in and send tokens out."""
+    front_end_share: float
+    """Of the time, that each of them is busy; 1: it bounds the layout."""
     parts: dict[str, Quantity]
-    """The time of a step of decoding by parts, in us."""
+    """The time of a step of decoding by parts, in us; what its tokens wait for the API server is one."""
 
 
 def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
@@ -67,19 +77,42 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
     loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
-    loop_us = loop.request_us
+    api_servers = _api_servers(question, layout, loop)
+    times = loop.times(api_servers / layout.data_parallel_size)
     waiting = clients - running
     active = min(question.clients, running * engines)
     return Prediction(
         layout=layout,
         memory=memory,
-        tpot_ms=loop.tpot_us / 1e3,
-        ttft_ms=(loop.ttft_us + waiting / running * loop_us) / 1e3,
-        tokens_per_s=active * question.output_tokens / loop_us * 1e6,
+        tpot_ms=times.tpot_us / 1e3,
+        ttft_ms=(times.ttft_us + waiting / running * times.request_us) / 1e3,
+        tokens_per_s=active * question.output_tokens / times.request_us * 1e6,
         running=running,
         waiting=waiting,
-        parts=loop.model.parts(loop.decoding),
+        api_servers=api_servers,
+        front_end_share=min(1.0, times.front_end_us / times.request_us),
+        parts=loop.model.parts(loop.decoding) | _waiting_for_the_front_end(times),
     )
+
+
+def _api_servers(question: LayoutQuestion, layout: Layout, loop: _Loop) -> int:
+    """Return how many API servers one server has: those asked for, else one for each copy, as vLLM starts them, or the
+    fewest more that are not too busy.
+    """
+    if question.api_servers is not None:
+        return question.api_servers
+    possible = question.api_servers_of_engine
+    if layout.devices_of_server > question.gpus_per_machine or layout.disaggregated:
+        possible = range(1, 2)
+    enough_us = _BUSY * loop.times(math.inf).request_us
+    found = next((each for each in possible[:-1] if loop.times(each).front_end_us <= enough_us), possible[-1])
+    return found * layout.data_parallel_size
+
+
+def _waiting_for_the_front_end(times: _Times) -> dict[str, Quantity]:
+    """Return the part of a step in which a token waits until it is sent; {} where none does."""
+    waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of prompts and answers as in {fitted.LAYOUTS}")
+    return {FRONT_END: waits} if times.waits_us else {}
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -91,50 +124,74 @@ def _beside(question: LayoutQuestion, layout: Layout) -> float:
     return max(0.0, 1 + (question.clients - 1) / servers - share)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Of one request of a loop, in us."""
+
+    ttft_us: float
+    tpot_us: float
+    request_us: float
+    front_end_us: float
+    """Work of the process that took it in, for all requests of one turn of the loop."""
+    waits_us: float
+    """Of `tpot_us`, for that process."""
+
+
 class _Loop:
     """`running` requests of one engine, again and again; `dropped` of them are read twice."""
 
     def __init__(self, question: LayoutQuestion, model: StepModel, running: int, beside: float, dropped: int) -> None:
-        self.model = model
+        self.model, self._question, self._running, self._dropped = model, question, running, dropped
         layout, stages = model.layout, model.layout.pipeline_parallel_size
         prompt, answer = question.input_tokens, question.output_tokens
         # The stages of a pipeline work on as many groups of the sequences at once.
         group = (running + beside) / stages if running + beside > stages else 1.0
         self.decoding = Tokens(group, prompt + answer / 2)
-        write_us = model.step_us(self.decoding)
+        self._write_us = model.step_us(self.decoding)
         busy = 0.0 if layout.disaggregated else group / 2
-        room = max(1.0, question.step_tokens - busy)
+        self._room = max(1.0, question.step_tokens - busy)
         # The first request to arrive is read alone, those that follow it together.
-        alone = math.ceil(prompt / room)
-        others = math.ceil((running - 1) * prompt / room)
-        reads = alone + others
-        alone_us = alone * model.step_us(Tokens(0, 0, prompt / alone, prompt)) / stages
-        others_us = 0.0
-        if others:
-            read = Tokens(busy, prompt + answer / 2, (running - 1) * prompt / others, prompt)
-            others_us = others * model.step_us(read) / stages
-        taken_in_us = fitted.FRONT_END_PROMPT_TOKEN_US * prompt * question.front_end
-        others_us = max(others_us, (running - 1) * taken_in_us)
-        read_us = (alone_us + others_us) / reads
-        share = (running - 1) / running
-        each_us = others_us / max(1, others)
-        waited_us = min(each_us * (others + 1) / 2, fitted.READING_WAITED_US)
-        first_us = alone_us + share * waited_us + (stages - 1) * read_us
+        self._alone = math.ceil(prompt / self._room)
+        self._others = math.ceil((running - 1) * prompt / self._room)
+        self._alone_us = self._alone * model.step_us(Tokens(0, 0, prompt / self._alone, prompt)) / stages
+        self._others_us = 0.0
+        if self._others:
+            read = Tokens(busy, prompt + answer / 2, (running - 1) * prompt / self._others, prompt)
+            self._others_us = self._others * model.step_us(read) / stages
+
+    def times(self, front_ends: float) -> _Times:
+        """Return the times where so many processes of an engine take requests in and send tokens out."""
+        question, layout, running = self._question, self.model.layout, self._running
+        prompt, answer = question.input_tokens, question.output_tokens
+        share = question.front_end / front_ends
+        taken_in_us = fitted.FRONT_END_PROMPT_TOKEN_US * prompt * share
+        served_us = running * (taken_in_us + fitted.FRONT_END_TOKEN_US * answer * share)
+        others_us = max(self._others_us, (running - 1) * taken_in_us)
+        reads = self._alone + self._others
+        read_us = (self._alone_us + others_us) / reads
+        each_us = others_us / max(1, self._others)
+        waited_us = min(each_us * (self._others + 1) / 2, fitted.READING_WAITED_US)
+        first_us = self._alone_us + (running - 1) / running * waited_us
+        first_us += (layout.pipeline_parallel_size - 1) * read_us
         more_tokens = max(1, answer - 1)
+        delay_us = 0.0
         if layout.disaggregated:
             sent = prompt * kv_bytes_per_token(question.memory)
             first_us += send_us(sent, question.gpu, across_machines=question.num_machines > 1).value
-            delay_us = 0.0
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
-            again = dropped * (prompt + answer / 2) / room
-            slower = max(others / 2, others - fitted.READING_WAITED_US / max(1.0, each_us)) + again
-            delay_us = min(slower, more_tokens) * max(0.0, each_us - write_us)
-        self.ttft_us = fitted.REQUEST_US + first_us
-        self.tpot_us = write_us + delay_us / more_tokens
+            again = self._dropped * (prompt + answer / 2) / self._room
+            slower = max(self._others / 2, self._others - fitted.READING_WAITED_US / max(1.0, each_us)) + again
+            delay_us = min(slower, more_tokens) * max(0.0, each_us - self._write_us)
+        engine_us = self._write_us + delay_us / more_tokens
         # No process of an engine takes in and sends out more than it can; prompts and tokens wait for it in turns.
-        served_us = running * (taken_in_us + fitted.FRONT_END_TOKEN_US * answer * question.front_end)
-        self.tpot_us = max(self.tpot_us, fitted.FRONT_END_SHARE_OF_ANSWERS * served_us / more_tokens)
-        self.ttft_us = max(self.ttft_us, served_us - more_tokens * self.tpot_us)
-        # No engine answers more than it can read.
-        self.request_us = max(self.ttft_us + (answer - 1) * self.tpot_us, reads * read_us)
+        tpot_us = max(engine_us, fitted.FRONT_END_SHARE_OF_ANSWERS * served_us / more_tokens)
+        ttft_us = max(fitted.REQUEST_US + first_us, served_us - more_tokens * tpot_us)
+        return _Times(
+            ttft_us=ttft_us,
+            tpot_us=tpot_us,
+            # No engine answers more than it can read.
+            request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
+            front_end_us=served_us,
+            waits_us=tpot_us - engine_us,
+        )

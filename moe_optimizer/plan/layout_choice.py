@@ -30,6 +30,10 @@ class LayoutEstimate:
     """Requests that run at once in each data parallel copy of each server."""
     waiting: int
     """Clients of the busiest copy that wait for room."""
+    api_servers: int
+    """Processes of each server that take requests in and send tokens out."""
+    front_end_share: float
+    """Of the time, that each of those is busy; 1: the layout is as fast as they are."""
     why_not: str = ""
     """Why it is not the one that is planned; "" for that one."""
 

@@ -37,6 +37,8 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
         yield from _wrapped(told, width)
     yield from _parts(choice, width)
     best = choice.estimate
+    servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
+    yield from _wrapped(f"front end: {servers} busy {best.front_end_share:.0%} of the time", width)
     weights = bytes_in_words(best.weight_bytes)
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 
@@ -54,7 +56,9 @@ def _rows(each: LayoutEstimate, most: float, bar_width: int, width: int) -> Iter
 
 
 def _planned(chosen: LayoutEstimate) -> str:
-    return f"planned; {waiting_in_words(chosen.waiting, chosen.running)}" if chosen.waiting else "planned"
+    notes = [waiting_in_words(chosen.waiting, chosen.running)] if chosen.waiting else []
+    notes += ["bound by the front end"] if chosen.front_end_share == 1 else []
+    return "; ".join(["planned", *notes])
 
 
 def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:

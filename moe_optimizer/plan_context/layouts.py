@@ -13,6 +13,7 @@ from moe_optimizer.layouts.serving import Prediction, memory_of
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan_context.api_servers import api_servers_of_engine, asked_api_servers
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
@@ -132,6 +133,8 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         our_kernels=_ours(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
+        api_servers=asked_api_servers(ctx)[0],
+        api_servers_of_engine=api_servers_of_engine(ctx),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
 
@@ -289,6 +292,8 @@ def _estimate(prediction: Prediction, why_not: str) -> LayoutEstimate:
         kv_tokens=prediction.memory.kv_tokens,
         running=prediction.running,
         waiting=prediction.waiting,
+        api_servers=prediction.api_servers,
+        front_end_share=_rounded(prediction.front_end_share),
         why_not=why_not,
     )
 
@@ -304,6 +309,7 @@ def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
     fewer = 1 - each.tokens_per_s / chosen.tokens_per_s
     words = [f"TPOT {slower:+.0%}"] if abs(slower) >= _LEAST_SHOWN else []
     words += [f"tokens/s {-fewer:+.0%}"] if abs(fewer) >= _LEAST_SHOWN else []
+    words += ["bound by the front end"] if words and each.front_end_share == 1 else []
     if words:
         return ", ".join(words)
     return "prefill and decode apart gain nothing here" if each.layout.disaggregated else "the same within 0.5 %"

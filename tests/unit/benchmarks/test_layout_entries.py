@@ -21,7 +21,7 @@ def test_a_layout_can_be_served_twice_with_other_arguments() -> None:
     assert given == ["--", "--max-model-len", "4096", "--api-server-count", "4", "--gpu-memory-utilization", "0.45"]
 
 
-def test_servers_that_start_at_once_keep_compiled_graphs_apart(monkeypatch) -> None:
+def test_servers_that_start_at_once_keep_compiled_graphs_apart(monkeypatch, tmp_path) -> None:
     seen = []
 
     @contextlib.contextmanager
@@ -32,7 +32,7 @@ def test_servers_that_start_at_once_keep_compiled_graphs_apart(monkeypatch) -> N
     monkeypatch.setattr(together, "starting", started)
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches")
     for name in ("tp4", "tp4-api-server-count-4"):
-        with together.start_apart(Side(name=name, plan=None), run_dir=None, ready_timeout_s=1):
+        with together.start_apart(Side(name=name, plan=None), run_dir=tmp_path, ready_timeout_s=1):
             assert os.environ["VLLM_CACHE_ROOT"] == "/caches"
     assert seen == [(name, f"/caches/{name}") for name in ("tp4", "tp4-api-server-count-4")]
 

@@ -51,7 +51,7 @@ def vllm_config(**changed: Any) -> Any:
         "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
         "distributed_executor_backend": "mp", "is_moe": True, "moe_backend": "auto", "speculative_config": None,
-        "async_scheduling": True,
+        "async_scheduling": True, "_api_process_count": 1,
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
     section = SimpleNamespace(**(fields | changed))
@@ -312,3 +312,13 @@ def test_another_backend_than_the_fastest_is_found() -> None:
     assert differences(chosen, chosen.vllm_args, vllm_config(moe_backend="marlin"), BF16) == ()
     (difference,) = differences(chosen, chosen.vllm_args, vllm_config(), BF16)
     assert "--moe-backend: vLLM runs with auto" in difference
+
+
+def test_api_servers_that_vllm_did_not_start_are_seen():
+    asked = request(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", wishes=resolve_wishes(["api-servers"], []))
+    plan = make_plan(asked)
+    decision, count = plan.decision("api_servers"), plan.serve_args.count("--api-server-count")
+    assert count is not None
+    assert not differences(decision, plan.serve_args, vllm_config(_api_process_count=count), BF16)
+    (found,) = differences(decision, plan.serve_args, vllm_config(), BF16)
+    assert "--api-server-count" in found
