@@ -94,6 +94,11 @@ def _prompts(shapes: Shapes, prompts: Prompts, longest: int) -> Iterator[Request
     for length in lengths:
         ends = length in (lengths[0], lengths[-1])
         yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2), proves=ends)
+    if longest < shapes.max_num_batched_tokens:
+        # No prompt alone is a step as large as traffic can bring. The first may have a step for itself.
+        fill = min(-(-shapes.max_num_batched_tokens // longest), shapes.max_num_seqs)
+        together = _body([prompts.of(longest) for _ in range(1 + fill)], 2)
+        yield Request(what=f"{1 + fill} prompts of {longest} tokens in a step", body=together)
     yield Request(what="a stream", body=_body([prompts.of(min(9, longest))], 8) | {"stream": True}, proves=True)
 
 

@@ -64,6 +64,8 @@ class WarmUp:
     ttft_ms: Spread
     compilations: int | None
     """Kernels compiled after the server said it was ready; None where nobody counts them."""
+    compiled: tuple[str, ...] = ()
+    """The last of them, with the step that needed each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +165,10 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits, *, d
     )
 
 
-def warm_up(rounds: Sequence[RoundSamples], compilations: int | None) -> WarmUp:
+def warm_up(rounds: Sequence[RoundSamples], compilations: int | None, compiled: Sequence[str] = ()) -> WarmUp:
     """Return what users of the first minute see."""
     first = [_MS * each for samples in rounds for each in samples.ttft_s]
-    return WarmUp(ttft_ms=spread(first), compilations=compilations)
+    return WarmUp(ttft_ms=spread(first), compilations=compilations, compiled=tuple(compiled))
 
 
 def verdicts(

@@ -264,13 +264,14 @@ class MeasuredSide:
     def result(self) -> SideResult:
         """Return what the benchmark says of this side."""
         compilations = [each.compilations for each in self._starts if each.compilations is not None]
+        compiled = [said for each in self._starts for said in each.compiled]
         return SideResult(
             name=self._side.name,
             plan_digest=self._side.plan.digest if self._side.plan is not None else None,
             passes=self._side.passes,
             expected=self._side.expected,
             ready_s=tuple(each.ready_s for each in self._starts if each.ready_s is not None),
-            warm=warm_up(self._warm_up, sum(compilations) if compilations else None),
+            warm=warm_up(self._warm_up, sum(compilations) if compilations else None, compiled),
             memory=self._starts[-1].memory,
             loads=tuple(
                 load_result(load, rounds, self._request.limits, discarded=self._discarded[load])

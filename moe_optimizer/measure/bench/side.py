@@ -80,6 +80,8 @@ class StartFacts:
     memory: MemoryUse
     compilations: int | None
     """Kernels compiled after the server said it was ready; None where nobody counts them."""
+    compiled: tuple[str, ...] = ()
+    """The last of them, with the step that needed each."""
     stop_s: float | None = None
     """Seconds that it took to stop it, and those beside it; None where nobody has looked."""
 
@@ -136,11 +138,13 @@ class RunningSide:
 
     def facts(self) -> StartFacts:
         """Return what this start was like, and what the server uses now."""
-        counts = [proof.compilations for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
-        after_ready = [count.after_ready for count in counts if count is not None]
+        proofs = [proof for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
+        counts = [proof.compilations for proof in proofs if proof.compilations is not None]
         return StartFacts(
-            ready_s=self.ready_s, memory=self._memory(), compilations=sum(after_ready) if after_ready else None
-        )
+            ready_s=self.ready_s, memory=self._memory(),
+            compilations=sum(each.after_ready for each in counts) if counts else None,
+            compiled=tuple(said for each in counts for said in each.last),
+        )  # fmt: skip
 
     def _memory(self) -> MemoryUse:
         pids = [server.pid for server in self.info.servers] if self.info else []

@@ -64,7 +64,8 @@ def _about(side: SideResult) -> Iterable[str]:
         facts.append("ready after " + ", ".join(f"{each:.0f}" for each in side.ready_s) + " s")
     facts.append(f"first requests: TTFT {side.warm.ttft_ms.median:.0f} ms, p99 {side.warm.ttft_ms.p99:.0f} ms")
     if side.warm.compilations is not None:
-        facts.append(f"compiled after ready: {side.warm.compilations}")
+        names = f" ({'; '.join(side.warm.compiled)})" if side.warm.compiled else ""
+        facts.append(f"compiled after ready: {side.warm.compilations}{names}")
     if side.memory.gpu_bytes is not None:
         facts.append(f"GPU memory {side.memory.gpu_bytes / _GIB:.1f} GiB")
     if side.memory.process_bytes is not None:

@@ -271,6 +271,20 @@ def test_prompts_go_up_to_two_steps_and_past_multiples_of_16() -> None:
     assert max(lengths) == 512
 
 
+def test_a_step_is_filled_by_several_prompts_where_the_longest_does_not_fill_one() -> None:
+    assert largest_step(SHAPES) == 1
+    short = Shapes(max_num_seqs=256, max_num_batched_tokens=16_384, max_model_len=4096)
+    # One more than fill it: the first that comes may have a step for itself.
+    assert largest_step(short) == 1 + 5
+    assert largest_step(dataclasses.replace(short, max_num_seqs=2)) == 1 + 2
+
+
+def largest_step(shapes: Shapes) -> int:
+    """Return the prompts of the longest length that are sent at once."""
+    longest = max(prompt_lengths(shapes))
+    return max(len(each.body["prompt"]) for each in asked(shapes) if len(each.body["prompt"][0]) == longest)
+
+
 def test_a_context_that_is_no_longer_than_the_prompts_is_not_asked_twice() -> None:
     lengths = [len(each.body["prompt"][0]) for each in asked(dataclasses.replace(SHAPES, max_model_len=500))]
     assert lengths.count(492) == 1

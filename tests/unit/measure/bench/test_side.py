@@ -12,6 +12,7 @@ from moe_optimizer import env
 from moe_optimizer.launcher import deployment
 from moe_optimizer.measure.bench.side import STOCK, Side, opened
 from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import CompilationProof, Proof, ProofWriter
 from tests.builders import cpu_machine, request, tiny_moe
 from tests.eventually import eventually, is_running
 from tests.free_ports import free_port
@@ -38,3 +39,17 @@ def test_a_server_that_is_asked_to_stop_ends_before_the_block_does(side: Side, t
         pid = server.info.pid
         server.ask_to_stop()
         eventually(lambda: not is_running(pid), "it still runs")
+
+
+def test_what_a_worker_compiled_for_a_request_is_named(side: Side, tmp_path: Path) -> None:
+    with opened(side, run_dir=tmp_path, ready_timeout_s=60.0) as server:
+        (folder,) = server.run_dirs
+        late = CompilationProof(before_ready=3, after_ready=2, last=("a kernel, in a step of 9 tokens", "another"))
+        assert side.plan is not None
+        worker = Proof(
+            role="worker", rank=0, pid=4321, plan_digest=side.plan.digest, versions={}, model_rank=0, world_size=1,
+            compilations=late,
+        )  # fmt: skip
+        ProofWriter(folder, worker).write()
+        facts = server.facts()
+    assert (facts.compilations, facts.compiled) == (2, late.last)
