@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan.pass_params import DualBatchOverlapParams, SchedulerParams
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams, FlashDmoeParams, SchedulerParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
@@ -119,7 +119,11 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
     fewest = max(min(_FEWEST_TOKENS, most), least)
     smallest_leaves = _cache_bytes(ctx, fewest, sequences)
     rejected: dict[str, str] = {}
-    tokens = most
+    tokens, ours = most, _ours_up_to(ctx)
+    while tokens // 2 >= fewest and tokens // 2 <= ours < tokens:
+        rejected[f"{tokens} tokens"] = f"vLLM's kernels would compute the experts of steps above {ours}"
+        tokens //= 2
+    why = f" (our expert kernels were measured faster up to {ours})" if rejected else ""
     while tokens > fewest:
         leaves = _cache_bytes(ctx, tokens, sequences)
         if smallest_leaves and leaves >= (1 - _CACHE_SHARE) * smallest_leaves:
@@ -132,7 +136,17 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
         return tokens, f"{tokens} tokens, because --no-enable-chunked-prefill lets no prompt be read in parts", rejected
     if _exchanged_in_batches(ctx):
         return tokens, f"{tokens} tokens, because the buffers of the expert exchange hold so many of every rank", {}
-    return tokens, f"{tokens} tokens take at most an eighth of the cache", rejected
+    return tokens, f"{tokens} tokens{why} take at most an eighth of the cache", rejected
+
+
+def _ours_up_to(ctx: PlanContext) -> int:
+    """Return the most tokens of which our CUDA kernels compute the experts; 0 where they do not, or where the tokens of
+    several replicas come together.
+    """
+    ours = ctx.params(FlashDmoeParams)
+    if ours is None or not ours.dispatch or ctx.parallelism.data_parallel_size > 1:
+        return 0
+    return min(ranges[-1].up_to for ranges in ours.dispatch.values())
 
 
 def _cache_bytes(ctx: PlanContext, tokens: int, sequences: int) -> int:

@@ -7,7 +7,8 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
-from moe_optimizer.plan.pass_params import SchedulerParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, SchedulerParams
+from moe_optimizer.specs.kernel_speeds import TokenRange
 from tests.builders import (
     context,
     cpu_machine,
@@ -52,6 +53,23 @@ def test_tokens_follow_vllms_default_for_the_gpu_and_the_mode(performance, token
     decision = decide(hardware=gpus("h100_sxm", 8), profile=profile_with(performance=performance))
     assert value(decision, "--max-num-batched-tokens") == tokens
     assert ("--performance-mode" in decision.vllm_args) == (performance != "balanced")
+
+
+@pytest.mark.parametrize(
+    ("ours_up_to", "copies", "tokens"), [(8192, 1, 8192), (64, 1, 16384), (32768, 1, 16384), (8192, 8, 16384)]
+)
+def test_a_step_is_no_larger_than_the_kernels_reach_that_were_measured_faster(ours_up_to, copies, tokens):
+    # With the tables of a release that end at 8192, vLLM's kernels computed steps above it, and slower.
+    wide = {"tensor_parallel_size": 8 // copies, "data_parallel_size": copies}
+    profile = profile_with(performance="throughput", passes={"parallelism": wide})
+    ctx = decided_by(context(qwen3_30b_a3b(), gpus("h200", 8), profile=profile), "parallelism", "flash_dmoe")
+    dispatch = {"bf16": (TokenRange(up_to=ours_up_to, use="grouped"),)}
+    ours = dataclasses.replace(
+        ctx.decided["flash_dmoe"], params=FlashDmoeParams(kernel="cuda", dispatch=dispatch)
+    )  # fmt: skip
+    decision = decided_by(ctx.with_decision(ours), "dual_batch_overlap", "scheduler").decided["scheduler"]
+    assert value(decision, "--max-num-batched-tokens") == tokens
+    assert list(decision.rejected) == ([] if tokens == 16384 else ["16384 tokens"])
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("l4", 2048), ("a100_80gb", 2048), ("b200", 16384)])
