@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table
+from moe_optimizer.passes.graph_capture import STEP_US, TOKEN_US
 from moe_optimizer.passes.speculation.step_costs import (
     AHEAD_STEP_US,
     AHEAD_TOKEN_US,
@@ -22,7 +23,26 @@ _SPECULATION = "2026-11-23_epyc_speculation"
 _VERIFY_STEPS = "2026-11-25_h100_verify_steps"
 _TWO_DRAFTS, _BESIDE = "2026-11-26_h200_verify_two_drafts", "2026-11-26_h200_four_bit_beside_marlin"
 _TUNED = "2026-11-20_h200_tuned_configs"
+_DECODE_STEP = "2026-11-22_h100_decode_step"
 _CLIENTS = ("1", "16", "128")
+
+
+def _decode_tokens(record: Any, side: str) -> list[float]:
+    """Return the us of a step of 64 requests, and of each further one without the attention."""
+    steps = {each["batch"]: each for each in record["sides"][side]["ledgers"]}
+    rest = {
+        batch: step["step_us"] - sum(row["us"] for row in step["rows"] if row["group"] == "attention")
+        for batch, step in steps.items()
+    }
+    return [steps[64]["step_us"], (rest[128] - rest[64]) / 64]
+
+
+def _padded(record: Any, padding: int, tokens: int) -> float:
+    """Return the percentage of a step that padding takes; the constants of the plan must be the record's."""
+    step_us, token_us = _decode_tokens(record, "stock")
+    assert abs(token_us - TOKEN_US) < 0.05
+    assert abs(step_us - 64 * TOKEN_US - STEP_US) < 10
+    return 100 * padding * TOKEN_US / (STEP_US + tokens * TOKEN_US)
 
 
 def _disaggregation(record: Any, label: str) -> list[float]:
@@ -204,6 +224,14 @@ CLAIMS = [
           lambda: [DRAFTING_STEP_US / 1000, DRAFTED_TOKEN_US]),
     Table("docs/passes/speculation.md", "| steps | 1 client", "the three servers side by side", 1, (_TWO_DRAFTS,),
           _two_drafts),
+    Claim("docs/passes/graph_capture.md",
+          "took {24,925} us with 64 requests, and\nwithout the attention {21.2} us more for each further one",
+          (_DECODE_STEP,), lambda found: _decode_tokens(found, "stock")),
+    Claim("docs/passes/graph_capture.md",
+          "So 8 more padded tokens\ntake {0.6} % of a step of 129, and 16 take {1.0} % of a step of 513",
+          (_DECODE_STEP,), lambda found: [_padded(found, 8, 129), _padded(found, 16, 513)]),
+    Claim("docs/passes/graph_capture.md", "With our kernels it is {11.1} us", (_DECODE_STEP,),
+          lambda found: _decode_tokens(found, "ours")[1:]),
     Claim("docs/passes/speculation.md",
           "two drafts made tokens {1.30} to {1.57} times as fast, otherwise {1.09} to {1.29} times", (_TWO_DRAFTS,),
           _faster_by_two),

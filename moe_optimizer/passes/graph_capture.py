@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
@@ -21,8 +23,12 @@ _FLAG = "--max-cudagraph-capture-size"
 _COMPILATION_FLAG = "--compilation-config"
 """Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
 _SIZES_FLAG = "--cudagraph-capture-sizes"
-_MOST_PADDING = 8
-"""Chosen: a batch is padded by at most one eighth of itself, where vLLM's own steps are finer: above 128."""
+_STEPS = {0: _SMALL_STEP, 128: _STEP, 512: 2 * _STEP}
+"""Chosen, from so many tokens on: vLLM's spacing doubled where the padding is at most 1 % of a step."""
+STEP_US, TOKEN_US = 23_570, 21.2
+"""A decode step of T tokens takes about the one and T times the other, the attention of a token more apart: 24,925 us
+at 64 requests, and 1,355 us more for 64 more (vLLM's kernels, Qwen3-30B-A3B in BF16, _PADDING_SOURCE)."""
+_PADDING_SOURCE = "benchmarks/records/2026-11-22_h100_decode_step.json"
 
 
 class GraphCapture(OptimizationPass):
@@ -78,15 +84,19 @@ class GraphCapture(OptimizationPass):
             size = default // each * each
             reason = f"vLLM's own capture sizes {'cover' if batch <= size else 'end before'} a batch of {batch}"
             fields["no_gain"] = "stock vLLM captures the same"
+            if each == 1:
+                fields |= _beside_fewer(_captured(size, ctx.scheduler.max_num_batched_tokens))
         else:
             size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
             sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)
             reason = (
                 f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph; "
-                f"{len(sizes)} sizes are captured instead of its {vllms} up to there: the same below 128, "
-                "above a batch is padded by at most an eighth"
+                f"{len(sizes)} sizes are captured instead of its {len(vllms)} up to there: the same below 128, above "
+                f"a batch is padded by at most {_padding(sizes, vllms):.1%} of a step more"
             )
-            fields["rejected"] = {f"all {vllms} sizes": f"{vllms / len(sizes):.1f}x the time and memory of capturing"}
+            more = f"{len(vllms) / len(sizes):.1f}x the time and memory of capturing"
+            fields["evidence"] = (_PADDING_SOURCE,)
+            fields["rejected"] = {f"all {len(vllms)} sizes": more}
             fields["vllm_args"] = ServeArguments(_SIZES_FLAG, *map(str, sizes))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
         unit = " tokens" if drafting else ""
@@ -123,20 +133,42 @@ def _eager(ctx: PlanContext) -> bool:
     return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag(GraphCapture.name)
 
 
+def _beside_fewer(size: int) -> dict[str, Any]:
+    """Return what speaks against fewer sizes than vLLM's own up to this one; {} where there are no more."""
+    sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)
+    if len(sizes) == len(vllms):
+        return {}
+    less = f"{len(sizes) / len(vllms):.1f}x the time and memory of capturing"
+    padded = f"a batch above 128 padded by up to {_padding(sizes, vllms):.1%} of a step more"
+    return {
+        "rejected": {f"{len(sizes)} of its {len(vllms)} sizes": f"{less}, {padded}"},
+        "evidence": (_PADDING_SOURCE,),
+    }
+
+
+def _padding(sizes: Sequence[int], vllms: Sequence[int]) -> float:
+    """Return by which share of its step a batch is padded at most more than with vLLM's sizes."""
+    more = ((tokens, _padded(tokens, sizes) - _padded(tokens, vllms)) for tokens in range(1, sizes[-1] + 1))
+    return max(padding * TOKEN_US / (STEP_US + tokens * TOKEN_US) for tokens, padding in more)
+
+
+def _padded(tokens: int, sizes: Sequence[int]) -> int:
+    return sizes[bisect.bisect_left(sizes, tokens)]
+
+
 def _sizes_up_to(most: int) -> list[int]:
     """Return the sizes to capture, the largest included: steps grow with the size."""
     sizes, size = {most, *(size for size in (1, 2, 4) if size < most)}, _SMALL_STEP
     while size < most:
         sizes.add(size)
-        # The largest power of two that is no more than an eighth of the size, and at least vLLM's own step.
-        size += max(_SMALL_STEP, 1 << (size // _MOST_PADDING).bit_length() - 1)
+        size += max(step for least, step in _STEPS.items() if least <= size)
     return sorted(sizes)
 
 
-def _vllms_sizes(most: int) -> int:
-    """Return how many sizes vLLM captures when it is told only the largest."""
+def _vllms_sizes(most: int) -> list[int]:
+    """Return the sizes that vLLM captures when it is told only the largest."""
     small, large = range(_SMALL_STEP, min(most + 1, 256), _SMALL_STEP), range(256, most + 1, _STEP)
-    return len({most, 1, 2, 4, *small, *large})
+    return sorted({most, 1, 2, 4, *small, *large})
 
 
 def _captured(size: int, tokens: int) -> int:

@@ -297,7 +297,8 @@ def _sources(tables: Mapping[str, KernelSpeeds]) -> tuple[str, ...]:
 def _disturbed(tables: Mapping[str, KernelSpeeds]) -> tuple[str, ...]:
     """Return a warning for each table that was measured on a busy device."""
     return tuple(
-        f"flash_dmoe: the {weights} kernels were measured while {table.disturbed}; the next start measures them again"
+        f"flash_dmoe: the {weights} kernels were measured while {table.disturbed}; "
+        "`moe-optimizer serve` measures them again"
         for weights, table in tables.items()
         if table.disturbed
     )
