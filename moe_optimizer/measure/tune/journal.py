@@ -98,7 +98,7 @@ class Journal:
         return max(0.0, self.budget_s - self.spent_s)
 
     def estimate_s(self, kind: str) -> float:
-        """Return how long a measurement of a kind takes: as long as the last one; 0 before there was any."""
+        """Return how long a measurement of a kind takes: as the last one, but for what that did once; 0 before any."""
         if kind in self._last:
             return self._last[kind]
         known = [seconds / _RELATIVE[other] for other, seconds in self._last.items()]
@@ -124,7 +124,7 @@ class Journal:
             self._waiting.discard(name)
             # A measurement that ended early says nothing of how long others take.
             if not self._found[name].pruned and not self._found[name].failed:
-                self._last[kind] = self._found[name].seconds
+                self._last[kind] = self._found[name].seconds - self._found[name].once_s
         return self._found[name]
 
     def _new(self, kind: str, name: str, measure: Callable[[], Outcome]) -> Outcome:

@@ -123,10 +123,11 @@ class ServedMeasure:
 
         def measure() -> Outcome:
             sides, handling = self._servers(ours, theirs)
-            request = self._request(folder, sides)
+            request, before = self._request(folder, sides), len(self._pool.starts_s)
             measured = measure_sides(request, on_step=self._progress, handling=handling)
             first, second = (self._trial(each, request) for each in measured)
-            return Outcome(ours=first, theirs=second)
+            starts_s = [] if handling.at_once else self._pool.starts_s[before:]
+            return Outcome(ours=first, theirs=second, once_s=sum(starts_s) - max(starts_s, default=0.0))
 
         return self._within_budget(measure)
 

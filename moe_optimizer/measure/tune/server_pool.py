@@ -41,6 +41,8 @@ class ServerPool:
         self._uses = 0
         self.slowest_stop_s: float | None = None
         """None before any has stopped."""
+        self.starts_s: list[float] = []
+        """How long each server took until it was ready, in order."""
 
     def slots_for(self, keys: Sequence[str]) -> tuple[int, ...]:
         """Return a slot for each server: where it is up; else an empty one, or that of the one unused for longest.
@@ -94,6 +96,7 @@ class ServerPool:
 
         def wait_and_keep() -> RunningSide:
             up.running = wait()
+            self.starts_s.append(up.running.ready_s or 0.0)
             return dataclasses.replace(up.running, ask_to_stop=lambda: None)
 
         return wait_and_keep

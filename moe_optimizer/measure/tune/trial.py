@@ -71,6 +71,8 @@ class Outcome:
     seconds: float = 0.0
     """That it took, what came since the measurement before it and start and stop of the servers included; the journal
     says it."""
+    once_s: float = 0.0
+    """Seconds of those that one like it does not take again: it starts one server at most, beside one that stays up."""
     ours: Trial = Trial()
     theirs: Trial = Trial()
     """Empty for a candidate that was measured alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_a_measurement_that_would_not_end_in_time_is_not_started(clock: Clock) -
     assert not journal.has_room("alone", "alone")
     with pytest.raises(BudgetSpentError):
         journal.measured("paired", ("a", "c"), nobody)
+
+
+def test_a_start_that_is_not_repeated_is_no_part_of_what_the_next_takes(tmp_path: Path, clock: Clock) -> None:
+    def two_cold_starts() -> Outcome:
+        clock.now += 300.0
+        return dataclasses.replace(FOUND, once_s=100.0)
+
+    Journal(tmp_path, budget_s=1000).measured("paired", ("a", "b"), two_cold_starts)
+    again = Journal(tmp_path, budget_s=1000)
+    again.measured("paired", ("a", "b"), nobody)
+    assert [again.estimate_s(kind) for kind in ("paired", "ablated", "judged")] == [200.0, 200.0, 100.0]
+    assert again.spent_s == 300.0
 
 
 def test_what_was_measured_before_counts_once_and_is_not_measured_again(tmp_path: Path, clock: Clock) -> None:

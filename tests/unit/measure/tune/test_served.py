@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from moe_optimizer.launcher.deployment import STOP_MARGIN_S
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import Limits, MemoryUse
 from moe_optimizer.measure.bench.run import Handling, OnStep
+from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, start_path
 from moe_optimizer.measure.tune import served, server_pool
 from moe_optimizer.measure.tune.goal import parse_goal
@@ -27,6 +29,11 @@ from moe_optimizer.specs.hardware import HardwareSpec
 from tests.builders.machines import cpu_machine, gpus
 from tests.builders.models import tiny_moe
 from tests.builders.plans import request
+
+ROUND = RoundSamples(
+    duration_s=1.0, ttft_s=(0.5,), e2e_s=(1.0,), itl_s=(0.5,), input_tokens=(1,), output_tokens=(2,), errors=("",),
+    energy_j=None,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +56,12 @@ def right(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tupl
 
 
 def served_by(
-    folder: Path, *, budget_s: float, judge: Judge = right, machine: HardwareSpec | None = None
+    folder: Path,
+    *,
+    budget_s: float,
+    judge: Judge = right,
+    machine: HardwareSpec | None = None,
+    share: str = "0.9",
 ) -> ServedMeasure:
     template = BenchRequest(
         command=(), sides=(), workload_name="x", workload=None, repetitions=2, limits=Limits(),
@@ -58,7 +70,9 @@ def served_by(
 
     def nobody(candidate: Candidate, number: int) -> Side:
         # Another plan for stock vLLM, so that it is another server.
-        plan = make_plan(request(tiny_moe(), machine or cpu_machine(), batch_size=8 if candidate.stock else 16))
+        arguments = ("--gpu-memory-utilization", share) if machine and machine.gpu else ()
+        batch_size = 8 if candidate.stock else 16
+        plan = make_plan(request(tiny_moe(), machine or cpu_machine(), batch_size=batch_size, vllm_args=arguments))
         return Side(name="stock" if candidate.stock else "the plan", plan=plan)
 
     return ServedMeasure(
@@ -153,3 +167,27 @@ def test_on_a_gpu_one_server_is_ready_before_the_next_starts(
     monkeypatch.setattr(served, "measure_sides", measured)
     served_by(tmp_path, budget_s=100.0, machine=machine).paired(Candidate(), STOCK)
     assert seen == [at_once]
+
+
+@pytest.mark.parametrize(("machine", "once_s"), [(cpu_machine(), 0.0), (gpus("h200"), 50.0)])
+def test_of_servers_that_start_one_after_the_other_only_the_slowest_is_to_be_expected_again(
+    machine: HardwareSpec, once_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[float]
+) -> None:
+    @contextlib.contextmanager
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        with paper_start(side, **how) as wait:
+            yield lambda: dataclasses.replace(wait(), ready_s=50.0 if side.name == "stock" else 60.0)
+
+    def measured(request: BenchRequest, *, on_step: OnStep, handling: Handling) -> list[Any]:
+        how: Any = {"run_dir": tmp_path, "ready_timeout_s": 1.0}
+        with contextlib.ExitStack() as stack:
+            for wait in [stack.enter_context(handling.start(side, **how)) for side in request.sides]:
+                wait()
+        side: Any = types.SimpleNamespace(rounds={load: [ROUND] * 2 for load in request.loads})
+        return [side, side]
+
+    monkeypatch.setattr(served, "measure_sides", measured)
+    monkeypatch.setattr(server_pool, "starting", starting)
+    monkeypatch.setattr(server_pool, "_is_alive", lambda *_: True)
+    measure = served_by(tmp_path, budget_s=100.0, machine=machine, share="0.4")
+    assert [measure.paired(Candidate(), STOCK).once_s for _ in range(2)] == [once_s, 0.0]
