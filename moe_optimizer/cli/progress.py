@@ -131,17 +131,22 @@ def progress_bar(
 
 
 def _with_time_left(on_step: OnStep) -> OnStep:
-    """Add to what is said how long the rest takes, from the second minute on, at the pace since the first call."""
+    """Add to what is said how long the rest takes, from the second minute on, at the pace since the first call.
+
+    More that turns out to be left makes the rest longer; the share that is shown waits, and does not go back.
+    """
     first: tuple[float, float] | None = None
+    shown = 0.0
 
     def show(share: float, text: str) -> None:
-        nonlocal first
+        nonlocal first, shown
         now = time.monotonic()
         first = first or (now, share)
         passed, done = now - first[0], share - first[1]
         if passed > _SAYS_NOTHING_S and done > _LEAST_DONE and share < 1:
             text += f", about {max(1, round(passed * (1 - share) / done / 60))} min left"
-        on_step(share, text)
+        shown = max(shown, share)
+        on_step(shown, text)
 
     return show
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _BEGUN = 0.01
 """Chosen: the share once servers are up and no round is over."""
@@ -14,17 +14,18 @@ class Pace:
     """The parts of a run that are still to do, and how long those took that are over.
 
     A start of a server and a round of requests take times that have nothing to do with each other, and neither have
-    rounds of different loads. A kind of which none is over is taken to last as long as the mean of the other rounds.
+    rounds of different loads. A kind of which none is over is taken to last as the other rounds did, by its work.
 
     Args:
         kinds: of all parts that are to do, one for each part.
+        work: kind -> how much one part of it is, beside others; 1 where nobody says.
     """
 
     START = "start"
     """The kind of a part that starts servers."""
 
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self._left = Counter(kinds)
+    def __init__(self, kinds: Iterable[str], work: Mapping[str, float] | None = None) -> None:
+        self._left, self._work = Counter(kinds), work or {}
         self._took: defaultdict[str, list[float]] = defaultdict(list)
         self._began = self._since = time.monotonic()
         self._running = ""
@@ -49,14 +50,16 @@ class Pace:
 
     def _share(self) -> float:
         """Return next to nothing before a round is over: nothing is known of the others."""
-        rounds = [seconds for kind, each in self._took.items() if kind != self.START for seconds in each]
+        rounds = {kind: each for kind, each in self._took.items() if kind != self.START}
         if not rounds:
             return _BEGUN if self._took else 0.0
-        left = self._lasts(self._running, rounds)
-        left += sum(number * self._lasts(kind, rounds) for kind, number in self._left.items())
+        done = sum(self._work.get(kind, 1.0) * len(each) for kind, each in rounds.items())
+        pace = sum(map(sum, rounds.values())) / done
+        left = self._lasts(self._running, pace)
+        left += sum(number * self._lasts(kind, pace) for kind, number in self._left.items())
         spent = self._since - self._began
         return spent / (spent + left) if left else 1.0
 
-    def _lasts(self, kind: str, rounds: list[float]) -> float:
-        known = self._took.get(kind) or rounds
-        return sum(known) / len(known)
+    def _lasts(self, kind: str, pace: float) -> float:
+        known = self._took.get(kind)
+        return sum(known) / len(known) if known else pace * self._work.get(kind, 1.0)

@@ -98,7 +98,11 @@ def measure_sides(request: BenchRequest, *, on_step: OnStep, handling: Handling 
     todo = [start for start in plan if not _is_measured(request, start)]
     for start in todo:
         _forget_halves(request, start)
-    pace = Pace(kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns))))
+    one_of_each = {_kind(turn): turn for start in todo for turn in start.turns}
+    pace = Pace(
+        (kind for start in todo for kind in (Pace.START, *_kinds(_missing(request, start.turns)))),
+        work={kind: _work(request, turn) for kind, turn in one_of_each.items()},
+    )
     for start in todo:
         _measure(request, start, pace, on_step, handling)
     return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
@@ -128,7 +132,17 @@ def _missing(request: BenchRequest, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _kinds(turns: Sequence[Turn]) -> list[str]:
-    return [str(turn.load) for turn in turns]
+    return list(map(_kind, turns))
+
+
+def _kind(turn: Turn) -> str:
+    return f"{turn.load}{'' if turn.counted else ', warm-up'}"
+
+
+def _work(request: BenchRequest, turn: Turn) -> float:
+    """Return how long a round is beside others: requests of one client after the other, or seconds of arrivals."""
+    requests = request.requests(turn)
+    return len(requests) / turn.load.clients if turn.load.clients else 1.0 + requests[-1].timestamp
 
 
 def _measure(request: BenchRequest, start: Start, pace: Pace, on_step: OnStep, handling: Handling) -> None:
@@ -237,7 +251,7 @@ def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
         run_dirs=tuple(map(str, server.run_dirs)),
         caches=server.caches,
         samples=str(request.samples_path(turn)),
-        title=f"{request.sides[turn.side].name}: {turn.load}" + ("" if turn.counted else ", warm-up"),
+        title=f"{request.sides[turn.side].name}: {_kind(turn)}",
     )
 
 

@@ -109,6 +109,21 @@ def test_from_the_second_minute_on_the_time_left_is_said(
     assert left == ["", "", "about 7 min left", "about 1 min left", ""]
 
 
+def test_what_turns_out_to_be_left_makes_it_longer_and_no_share_goes_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with progress_bar("bench", lines=ProgressLines(verbose=True)) as step:
+        for now[0], share in ((0.0, 0.0), (120.0, 0.5), (130.0, 0.2), (300.0, 0.6)):
+            step(share, "round")
+    shown = [line.partition("round") for line in capsys.readouterr().err.splitlines()]
+    assert [each[0].strip() for each in shown] == ["0%", "50%", "50%", "60%"]
+    assert [each[2].removeprefix(", ") for each in shown] == [
+        "", "about 2 min left", "about 9 min left", "about 3 min left",
+    ]  # fmt: skip
+
+
 def test_an_interrupted_run_says_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/bench 1")
     with (

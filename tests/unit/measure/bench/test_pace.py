@@ -34,6 +34,13 @@ def test_a_start_says_nothing_of_rounds_and_a_load_nothing_of_another(now: list[
     assert pace.begin("1 clients") == 100 / (100 + 10 + 30 + 60)
 
 
+def test_a_kind_of_which_none_is_over_lasts_by_its_work(now: list[float]) -> None:
+    pace = Pace(["warm-up", "round"], work={"warm-up": 1.0, "round": 8.0})
+    pace.begin("warm-up")
+    now[0] = 10.0
+    assert pace.begin("round") == 10 / (10 + 80)
+
+
 def test_what_passes_between_two_parts_belongs_to_neither(now: list[float]) -> None:
     pace = Pace(["1 clients"] * 3)
     pace.begin("1 clients")
