@@ -28,6 +28,7 @@ from moe_optimizer.measure.bench.texts import NO_DRAFTS
 from moe_optimizer.measure.claimed_folder import is_claimed, make_run_folder
 from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
+from moe_optimizer.measure.quality.table import SAYS_LITTLE
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.ledger import NOTHING_COMPARED, Entry, TuneResult
@@ -36,7 +37,7 @@ from moe_optimizer.measure.tune.search import Found, search
 from moe_optimizer.measure.tune.served import ServedMeasure, planned
 from moe_optimizer.measure.tune.settings import settings_of
 from moe_optimizer.measure.tune.step_budget import TRITON_SHARE
-from moe_optimizer.measure.tune.trial import PLAN, STOCK, Candidate
+from moe_optimizer.measure.tune.trial import PLAN, STOCK, Candidate, Outcome
 from moe_optimizer.passes.registry import needed_by
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.json_codec import decode, encode
@@ -227,8 +228,8 @@ class Tuning:
             seed=self._options.seed,
         )
 
-    def _judge(self, ours: Side, stock: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Compare a plan's answers with stock vLLM's; return the metrics not kept, and the passes at fault."""
+    def _judge(self, ours: Side, stock: Side, folder: Path) -> Outcome:
+        """Compare a plan's answers with stock vLLM's."""
         make_private_folder(folder)
         options = self._options
         same = {field.name: getattr(options, field.name) for field in dataclasses.fields(PlanOptions) if field.init}
@@ -249,7 +250,11 @@ class Tuning:
         found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
         judgement.keep(request.judged_plan, found)
         blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}
-        return tuple(sorted({each.metric for each in found.failed})), tuple(sorted(blamed))
+        return Outcome(
+            failed_metrics=tuple(sorted({each.metric for each in found.failed})),
+            blamed=tuple(sorted(blamed)),
+            doubt=SAYS_LITTLE if found.flat else "",
+        )
 
 
 def _top_logprobs(plan: Plan) -> int:

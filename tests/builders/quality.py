@@ -18,7 +18,7 @@ def quality_result(**changes: Any) -> QualityResult:
         "positions": 8000, "not_numbers": 0, "kl_mean": about(0.0001), "kl_p99": about(0.001),
         "top1_agreement": about(0.99), "perplexity_ratio": about(1.0), "greedy_match_tokens": about(20.0),
         "generated": 32, "model": "m", "plan": "balanced", "plan_digest": "0" * 16, "reference": "stock",
-        "passes": ("flash_dmoe", "scheduler"), "top_logprobs": 64, "failed": (),
+        "passes": ("flash_dmoe", "scheduler"), "top_logprobs": 64, "flat": False, "failed": (),
         "thresholds": {"kl_mean": 0.0002, "task_drop": 0.01},
         "probes": (), "kernels": (), "passes_alone": (), "not_alone": {}, "batch": (), "first_difference": None,
         "prompts": (

@@ -13,6 +13,9 @@ from moe_optimizer.measure.quality.intervals import Estimate, estimate, exp_mean
 from moe_optimizer.measure.quality.probes import Probe
 from moe_optimizer.measure.quality.result import BatchResult
 
+_BEST = 5
+_FLAT = 0.2
+"""Chosen: nats between the likeliest tokens, as the decode check has it."""
 Answers = Mapping[str, Distributions]
 """By the probe's key."""
 
@@ -83,3 +86,12 @@ def batch_result(side: str, probes: Sequence[Probe], answers: Answers) -> BatchR
         greedy_match_tokens=_matched(found.matches),
         generated=alone.generated,
     )
+
+
+def is_flat(answers: Answers) -> bool:
+    """Return whether the best tokens of most positions are about as likely, as those of random weights are."""
+    spreads = []
+    for found in answers.values():
+        best = -np.sort(-found.logprobs, axis=1)[:, :_BEST]
+        spreads.append(best[:, 0] - np.where(np.isneginf(best), np.inf, best).min(axis=1))
+    return bool(np.median(np.concatenate(spreads)) < _FLAT)

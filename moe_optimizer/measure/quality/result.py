@@ -155,6 +155,9 @@ class QualityResult(Metrics):
     top_logprobs: int
     """Tokens of each distribution that are compared one by one; all others are compared as one, so that a divergence
     is a lower bound."""
+    flat: bool = False
+    """Whether the reference finds the best tokens of most positions about as likely, as with random weights: that the
+    plan agrees says little."""
     thresholds: Mapping[str, float | None]
     """As judged: `kl_mean` and `batch_kl_mean` are raised to twice that of the reference alone and in a batch, where
     that is more."""

@@ -12,7 +12,7 @@ from moe_optimizer.measure.quality.divergence import Differences
 from moe_optimizer.measure.quality.embedded import compute_reference
 from moe_optimizer.measure.quality.judge import attainable, judge, judge_batch, judge_tasks, named
 from moe_optimizer.measure.quality.kernels import Kernel, kernel_at, proofs_in
-from moe_optimizer.measure.quality.metrics import batch_result, differences, metrics
+from moe_optimizer.measure.quality.metrics import batch_result, differences, is_flat, metrics
 from moe_optimizer.measure.quality.probes import Probe, most_sequences, step_sizes
 from moe_optimizer.measure.quality.request import EMBEDDED, QualityRequest
 from moe_optimizer.measure.quality.result import (
@@ -105,6 +105,7 @@ class _Run:
             reference=reference.name,
             passes=request.plan.passes,
             top_logprobs=request.top_logprobs,
+            flat=is_flat(reference.answers),
             thresholds=thresholds,
             failed=tuple(named(failed, alone_failed, tuple(request.alone))),
             probes=tuple(probes),

@@ -20,6 +20,8 @@ from moe_optimizer.measure.quality.result import (
 
 _WIDTH = 80
 _NO_NUMBER = "no number"
+SAYS_LITTLE = "with random weights this says little"
+"""Of a judgement whose reference is flat."""
 
 
 def render(result: QualityResult) -> str:
@@ -148,6 +150,8 @@ def _quoted(text: str) -> str:
 
 
 def _verdict(result: QualityResult) -> Iterable[str]:
+    if result.flat:
+        yield from _wrapped(f"{result.reference} finds all tokens about as likely: {SAYS_LITTLE}", indent="")
     if not result.failed:
         yield "kept: every threshold of the profile"
         return

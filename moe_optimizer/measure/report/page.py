@@ -19,7 +19,7 @@ from moe_optimizer.measure.bench.result import BenchResult, MemoryPart
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.bench.statistics import ratio_in_words
 from moe_optimizer.measure.quality.intervals import Estimate
-from moe_optimizer.measure.quality.table import failure_text, in_words
+from moe_optimizer.measure.quality.table import SAYS_LITTLE, failure_text, in_words
 from moe_optimizer.measure.report.heatmap import heatmap
 from moe_optimizer.measure.report.inputs import Inputs, Run
 from moe_optimizer.measure.report.ledger_figure import ledger_figure
@@ -94,6 +94,7 @@ def render_page(inputs: Inputs) -> str:
         ledgers=[(_markup([ledger_figure(stock, ours)])[0], stock, ours) for stock, ours in inputs.ledgers],
         quality=inputs.quality,
         quality_names=_QUALITY,
+        says_little=SAYS_LITTLE,
         reference=_STOCK_IN_WORDS if inputs.quality and inputs.quality.reference == STOCK else None,
         environment=_environment(inputs),
         commands="" if plan is None else render_commands(plan),

@@ -146,6 +146,7 @@ class _Search:
         reason = f"did not keep {failed}" if failed else "keeps every threshold of the profile"
         if outcome.blamed:
             reason += f"; at fault: {', '.join(outcome.blamed)}"
+        reason += f"; {outcome.doubt}" if outcome.doubt else ""
         self._done.note("quality", str(candidate), kept=not failed, reason=reason, seconds=outcome.seconds)
         return outcome.blamed if failed else None
 

@@ -34,9 +34,8 @@ _ONLY_WATCHES = ("expert_load",)
 _STOPPING_SHARE = 0.1
 """Chosen: of a budget, at most, to stop servers before any have shown how long that takes."""
 
-Judge = Callable[[Side, Side, Path], tuple[tuple[str, ...], tuple[str, ...]]]
-"""Takes a plan, stock vLLM and a folder; returns the metrics that were not kept, and the passes at fault. The sides
-have the URLs of their servers where these are up."""
+Judge = Callable[[Side, Side, Path], Outcome]
+"""Takes a plan, stock vLLM and a folder. The sides have the URLs of their servers where these are up."""
 SideOf = Callable[[Candidate, int], Side]
 """Takes a candidate and the number of its side, which has a port of its own; raises where there is no such plan."""
 OnStep = Callable[[float, str], None]
@@ -174,8 +173,7 @@ class ServedMeasure:
                     sides = tuple(
                         dataclasses.replace(side, url=wait().base_url) for side, wait in zip(sides, waits, strict=True)
                     )
-                failed, blamed = self._judge(sides[0], sides[1], folder)
-            return Outcome(failed_metrics=failed, blamed=blamed)
+                return self._judge(sides[0], sides[1], folder)
 
         return self._within_budget(measure)
 

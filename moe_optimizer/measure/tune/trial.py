@@ -84,6 +84,8 @@ class Outcome:
     """Of a judgement: thresholds of the profile that were not kept."""
     blamed: tuple[str, ...] = ()
     """Of a judgement: passes that fail alone."""
+    doubt: str = ""
+    """Of a judgement: why it says little."""
 
 
 Hopeless = Callable[[Sequence[float]], bool]

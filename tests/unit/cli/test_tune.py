@@ -311,6 +311,16 @@ def test_a_run_whose_plan_was_judged_meanwhile_goes_on_and_measures_no_kernels_a
     assert (code, second["entries"], len(measured)) == (ExitCode.OK, first["entries"], 1)
 
 
+def test_a_judgement_of_random_weights_says_in_the_ledger_that_it_says_little(
+    served: list[Slowness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "run_quality", lambda request, **_: quality_result(flat=True))
+    served.append(lambda plan: 0.5 if is_on(plan, "flash_dmoe") else 1.0)
+    _, ledger = tune(tmp_path / "run", "--enable-flash-dmoe")
+    reason = next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
+    assert "random weights" in reason
+
+
 @pytest.mark.parametrize("workload", ["chat", "text"])
 def test_drafts_are_judged_with_text_alone(workload: str, served: list[Slowness], tmp_path: Path) -> None:
     served.append(

@@ -70,6 +70,14 @@ def no_number_in_batches(last: int, batch: int) -> Row:
     return [math.nan] * 10 if batch == 8 else right(last, batch)
 
 
+def test_a_reference_that_finds_all_tokens_as_likely_is_said_to_say_little(pair: Pair) -> None:
+    assert not pair.run().flat
+    pair.reference.row = pair.ours.row = lambda last, batch: [-math.log(10) + 0.01 * token for token in range(10)]
+    found = pair.run(folder=pair.request.folder / "flat")
+    assert (found.failed, found.flat) == ((), True)
+    assert "as likely" in render(found)
+
+
 def test_a_server_against_its_like_shows_nothing(pair: Pair) -> None:
     found = pair.run()
     assert found.failed == ()

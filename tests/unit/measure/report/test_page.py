@@ -173,6 +173,11 @@ def test_a_threshold_that_is_not_kept_stands_with_the_pass_at_fault():
     assert "<strong>fp8</strong>: task_drop 0.05 (mmlu acc)" in shown
 
 
+def test_a_judgement_of_random_weights_is_said_to_say_little(page: str):
+    assert "random weights" not in section(page, "quality")
+    assert "random weights" in section(render_page(Inputs(quality=quality_result(flat=True))), "quality")
+
+
 def test_tasks_and_the_users_prompts_stand_in_the_quality_section(page: str):
     shown = section(page, "quality")
     assert "-0.005 (-0.02 to 0.01)" in shown

@@ -23,7 +23,7 @@ from moe_optimizer.measure.tune import served, server_pool
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.served import Judge, ServedMeasure
-from moe_optimizer.measure.tune.trial import STOCK, Candidate
+from moe_optimizer.measure.tune.trial import STOCK, Candidate, Outcome
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.hardware import HardwareSpec
 from tests.builders.machines import cpu_machine, gpus
@@ -51,8 +51,8 @@ def paper_start(side: Side, **_: Any) -> Iterator[Callable[[], RunningSide]]:
     yield lambda: RunningSide(base_url=f"http://{side.name}", model="x", max_model_len=1, ready_s=1.0, info=None)
 
 
-def right(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return (), ()
+def right(ours: Side, theirs: Side, folder: Path) -> Outcome:
+    return Outcome()
 
 
 def served_by(
@@ -140,9 +140,9 @@ def test_a_pair_that_was_measured_is_judged_where_it_is_up(
                 wait()
         raise ServerFailedError("what comes of it is of no matter here")
 
-    def judge(ours: Side, theirs: Side, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def judge(ours: Side, theirs: Side, folder: Path) -> Outcome:
         seen.extend([ours.url, theirs.url])
-        return (), ()
+        return Outcome()
 
     monkeypatch.setattr(served, "measure_sides", measured)
     monkeypatch.setattr(server_pool, "starting", starting)
