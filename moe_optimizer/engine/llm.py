@@ -96,8 +96,7 @@ class LLM:
     def _run(self, total: int, *, use_tqdm: bool) -> dict[str, RequestOutput]:
         from tqdm import tqdm
 
-        outputs: dict[str, RequestOutput] = {}
-        num_tokens, started = 0, time.perf_counter()
+        outputs, num_tokens, started = dict[str, RequestOutput](), 0, time.perf_counter()
         with tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():

@@ -275,6 +275,33 @@ def test_a_client_that_goes_away_frees_its_blocks(url: str, llm: AsyncLLM, strea
     eventually(lambda: llm.engine.scheduler.blocks.num_available == llm.engine.scheduler.blocks.num_blocks)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_while_it_waits_is_never_computed(url: str, llm: AsyncLLM, stream: bool) -> None:
+    scheduler = llm.engine.scheduler
+    # Every seat, for longer than the test takes.
+    others = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "n": 16}
+
+    async def leave() -> bool:
+        async with httpx.AsyncClient(timeout=60) as client:
+            first = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=others))
+            while len(scheduler.running) < 16:
+                await asyncio.sleep(0.01)
+            body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
+            second = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=body))
+            while not scheduler.waiting:
+                await asyncio.sleep(0.01)
+            second.cancel()
+            while scheduler.waiting and not first.done():
+                await asyncio.sleep(0.01)
+            left_in_time = not first.done()
+            first.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+        return left_in_time
+
+    assert asyncio.run(leave())
+    eventually(lambda: not llm.engine.groups)
+
+
 @pytest.mark.timeout(0)
 def test_a_thousand_streams_over_http_with_random_departures_lose_nothing(
     url: str, llm: AsyncLLM, tiny_moe_llm: LLM, request: pytest.FixtureRequest

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from operator import itemgetter
 from typing import Any
@@ -68,12 +68,13 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         if body.model not in (None, model_name):
             raise HTTPException(404, f"model: got {body.model!r}, expected {model_name!r}")
         outputs = metrics.watch(llm.generate_all(prompts, params, priority=body.priority), len(prompts))
-        if not body.stream:
-            finished = await _unless_client_leaves(request, asyncio.ensure_future(_finished(outputs)))
-            return Response(status_code=_CLIENT_GONE) if finished is None else JSONResponse(reply.whole(finished))
         # The first output before the first byte: what is wrong with the request is still a 4xx.
-        first = await anext(outputs)
-        events = _events(outputs, first, reply, body.stream_options.get("include_usage", False))
+        found = await _unless_client_leaves(request, anext(outputs) if body.stream else _finished(outputs))
+        if found is None:
+            return Response(status_code=_CLIENT_GONE)
+        if not body.stream:
+            return JSONResponse(reply.whole(found))
+        events = _events(outputs, found, reply, body.stream_options.get("include_usage", False))
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.exception_handler(RequestValidationError)
@@ -113,20 +114,20 @@ async def _finished(outputs: AsyncGenerator[Indexed]) -> list[RequestOutput]:
         return [output for _, output in sorted([each async for each in outputs], key=itemgetter(0))]
 
 
-async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) -> Any:
-    """Return the outputs, or None and cancel them if the client closes the connection before."""
+async def _unless_client_leaves(request: Request, work: Awaitable[Any]) -> Any:
+    """Return what comes, or None and cancel it if the client closes the connection before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    leaving = asyncio.ensure_future(gone())
+    coming, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait((outputs, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return outputs.result() if outputs.done() else None
+        await asyncio.wait((coming, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else None
     finally:
         leaving.cancel()
-        outputs.cancel()
+        coming.cancel()
 
 
 async def _events(outputs: AsyncGenerator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncGenerator[str]:
