@@ -12,14 +12,14 @@ _SAID = ("can't allocate memory", "MPS backend out of memory")
 
 @contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Raise torch's errors of this kind, on a GPU or the host, as a DoesNotFitError."""
+    """Raise errors of this kind, on a GPU or the host, as a DoesNotFitError."""
     try:
         yield
-    except RuntimeError as error:
-        # Only CUDA has a class for it.
-        if not isinstance(error, torch.OutOfMemoryError) and not any(said in str(error) for said in _SAID):
+    except (RuntimeError, MemoryError) as error:
+        # Torch has a class for CUDA's alone.
+        if not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in _SAID)):
             raise
         raise DoesNotFitError(
-            f"out of memory: {str(error).splitlines()[0]}",
-            hint="lower max_num_seqs, max_num_batched_tokens or gpu_memory_utilization",
+            "out of memory: " + str(error).partition("\n")[0],
+            hint="lower max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, a given KV cache or swap_space",
         ) from error

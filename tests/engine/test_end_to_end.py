@@ -174,6 +174,16 @@ def test_a_cache_that_cannot_hold_the_longest_sequence_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "named"), [({"num_gpu_blocks_override": 10**10}, "KV cache"), ({"swap_space": 2.0**19}, "swap_space")]
+)
+def test_a_cache_that_is_more_than_there_is_memory_names_what_to_lower(given: dict[str, Any], named: str) -> None:
+    # Over 128 TiB: more than a process of Linux can address, however generous the system is.
+    with pytest.raises(DoesNotFitError, match="out of memory") as caught:
+        LLM(str(TINY_MOE), dtype="float32", **given)
+    assert named in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
     "prompt",
     ["", [], [2048], [-1], [1] * 2048, "x " * 3000, 5.5, None, {}, {"text": "x"}],
     ids=lambda each: str(each)[:10],
