@@ -1,4 +1,5 @@
-"""Asks AIConfigurator, where it is installed (extra `predict`), what it estimates of the planned layout.
+"""Asks AISimulate or AIConfigurator, its predecessor, where one is installed (extra `predict`), what it estimates of
+the planned layout.
 
 It loads its tables for 10 to 30 seconds, so only `plan --explain` asks it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import logging
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
     from moe_optimizer.plan.layout_choice import LayoutChoice
     from moe_optimizer.plan.plan import Plan
 
-_PACKAGE = "aiconfigurator"
+_PREDICTORS = {
+    "aisimulate": ("AISimulate", "aisimulate.legacy_cli.api"),
+    "aiconfigurator": ("AIConfigurator", "aiconfigurator.cli.api"),
+}
+"""Package -> its name, and its module with the call that both have. The successor first."""
 _SYSTEMS = {"h100_sxm": "h100_sxm", "h200": "h200_sxm", "a100_80gb": "a100_sxm", "b200": "b200_sxm"}
 """Our GPU -> its system."""
 _STEP_TOKENS = 8192
@@ -30,22 +36,24 @@ _MOST = 0.25
 
 
 def with_other_estimate(plan: Plan) -> Plan:
-    """Return the plan with AIConfigurator's estimate of its layout; the same plan where it is not installed, has no
-    data for model or GPU, or the layout is none of its own (prefill and decode apart).
+    """Return the plan with the other predictor's estimate of its layout; the same plan where none is installed, it has
+    no data for model or GPU, or the layout is none of its own (prefill and decode apart).
     """
     choice, gpu = plan.layouts, plan.hardware.gpu
     if choice is None or gpu is None or gpu.key not in _SYSTEMS or choice.layout.disaggregated:
         return plan
-    if importlib.util.find_spec(_PACKAGE) is None:
+    package = next((each for each in _PREDICTORS if importlib.util.find_spec(each) is not None), None)
+    if package is None:
         return plan
-    found = _ask(plan, choice, _SYSTEMS[gpu.key])
+    found = _ask(package, plan, choice, _SYSTEMS[gpu.key])
     if found is None:
         return plan
     return plan.replace(layouts=dataclasses.replace(choice, other=found))
 
 
-def _ask(plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
+def _ask(package: str, plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
     layout, ours = choice.layout, choice.estimate
+    title, module = _PREDICTORS[package]
     engines = layout.replicas * layout.data_parallel_size
     batch = max(1, math.ceil(choice.clients / engines) - ours.waiting)
     size = layout.devices_of_stage
@@ -54,9 +62,7 @@ def _ask(plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
         was_disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)
         try:
-            from aiconfigurator.cli.api import cli_estimate
-
-            found = cli_estimate(
+            found = importlib.import_module(module).cli_estimate(
                 plan.model.path,
                 system,
                 backend_name="vllm",
@@ -78,7 +84,7 @@ def _ask(plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
     tpot, rate = float(found.tpot), float(found.tokens_per_second) * active
     apart = max(abs(ours.tpot_ms / tpot - 1), abs(ours.tokens_per_s / rate - 1))
     return OtherEstimate(
-        name=f"AIConfigurator {metadata.version(_PACKAGE)}",
+        name=f"{title} {metadata.version(package)}",
         tpot_ms=float(f"{tpot:.4g}"),
         tokens_per_s=float(f"{rate:.4g}"),
         differs=apart > _MOST,

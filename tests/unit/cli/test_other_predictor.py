@@ -1,0 +1,93 @@
+"""The estimate of another package beside ours. Packages of these names stand in for the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.cli.other_predictor import with_other_estimate
+from moe_optimizer.plan.layout_choice import LayoutChoice, OtherEstimate
+from moe_optimizer.plan.layout_table import layout_lines
+from moe_optimizer.planner import make_plan
+from tests.builders import gpus, qwen3_30b_a3b, request
+
+MODULES = {"aisimulate": "legacy_cli", "aiconfigurator": "cli"}
+PLAN = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", clients=64))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that installs a package which estimates what ours is times a factor."""
+
+    def installed(package: str, *, factor: float = 1.0, raises: bool = False) -> None:
+        folder = tmp_path / package / MODULES[package]
+        folder.mkdir(parents=True)
+        for each in (folder.parent, folder):
+            (each / "__init__.py").write_text("")
+        ours = _choice(PLAN.layouts).estimate
+        told = f"R(tpot={ours.tpot_ms * factor!r}, tokens_per_second={ours.tokens_per_s / factor!r})"
+        (folder / "api.py").write_text(
+            "from types import SimpleNamespace as R\nasked = []\ndef cli_estimate(model, system, **sizes):\n"
+            f"    asked.append((system, sizes))\n    {'raise KeyError(model)' if raises else f'return {told}'}\n"
+        )
+        about = tmp_path / f"{package}-9.1.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.1\n")
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield installed
+    for name in [each for each in sys.modules if each.partition(".")[0] in MODULES]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def _choice(choice: LayoutChoice | None) -> LayoutChoice:
+    assert choice is not None
+    return choice
+
+
+def _other() -> OtherEstimate | None:
+    importlib.invalidate_caches()
+    return _choice(with_other_estimate(PLAN).layouts).other
+
+
+def test_without_a_package_nothing_stands_beside_ours(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert with_other_estimate(PLAN) is PLAN
+
+
+@pytest.mark.parametrize(("factor", "differs"), [(1.2, False), (1.3, True), (0.7, True)])
+def test_a_difference_of_more_than_a_quarter_is_said(install, factor, differs):
+    install("aisimulate", factor=factor)
+    plan = with_other_estimate(PLAN)
+    other = _choice(plan.layouts).other
+    assert other is not None
+    assert other.differs is differs
+    told = " ".join(layout_lines(_choice(plan.layouts), 79))
+    assert "AISimulate 9.1" in told
+    assert ("25 %" in told) is differs
+
+
+def test_the_predecessor_is_asked_where_the_successor_is_not(install):
+    install("aiconfigurator")
+    other = _other()
+    assert other is not None
+    assert other.name == "AIConfigurator 9.1"
+
+
+def test_of_both_the_successor_is_asked_for_the_planned_sizes(install):
+    install("aiconfigurator", factor=2)
+    install("aisimulate")
+    other = _other()
+    assert other is not None
+    assert other.name == "AISimulate 9.1"
+    ((system, sizes),) = sys.modules["aisimulate.legacy_cli.api"].asked
+    assert (system, sizes["tp_size"], sizes["moe_tp_size"], sizes["moe_ep_size"]) == ("h200_sxm", 4, 4, 1)
+
+
+def test_what_it_has_no_data_of_is_left_out(install):
+    install("aisimulate", raises=True)
+    assert _other() is None
