@@ -18,6 +18,7 @@ _SAME = {"stock vLLM": "stock", "conservative": "stock", "balanced": "flash_dmoe
 """Names of sides whose records do not name their passes."""
 _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
+_API_SERVERS = "--api-server-count"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,17 @@ class Load:
     tokens_per_s: float | None
     why_no_rate: str = ""
     """Why the rate is not judged."""
+    memory_share: float = 0.9
+    """Of each GPU's memory, for this server."""
+    api_servers: int | None = None
+    """Of each server; None: those that vLLM starts by itself."""
     model: str = QWEN3_30B
     """A published configuration (tests/data/model_configs)."""
+
+    @property
+    def served_as(self) -> str:
+        """The layout, and what is not vLLM's default in it."""
+        return self.layout if self.api_servers is None else f"{self.layout}, {self.api_servers} API servers"
 
 
 def served_loads() -> Iterator[Load]:
@@ -51,11 +61,16 @@ def served_loads() -> Iterator[Load]:
             lengths = (record["workload"]["input_tokens"], record["workload"]["output_tokens"])
             side, model = record.get("profile", "stock"), record.get("model", QWEN3_30B)
             holds = _SAME.get(side, side)
-            for layout, found in record["layouts"].items():
+            for words, found in record["layouts"].items():
+                layout, *own = words.split()
+                about = {
+                    "model": model, "memory_share": found.get("memory_share", 0.9),
+                    "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
+                }  # fmt: skip
                 loads = (
                     _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout) for load in found["loads"]
                 )
-                yield from (dataclasses.replace(load, model=model) for load in loads)
+                yield from (dataclasses.replace(load, **about) for load in loads)
         elif not path.stem.endswith(("served", "layouts")):
             continue
         elif isinstance(record["sides"], list):

@@ -88,7 +88,7 @@ def page(found: list[Case]) -> str:
     for what, pairs in errors.items():
         worst = sorted(pairs, key=lambda pair: -abs(pair[0]))[:3]
         lines += [
-            f"- {what}: {_served(case)}, {case.load.layout}, {case.load.clients} clients, {error:+.0%} "
+            f"- {what}: {_served(case)}, {case.load.served_as}, {case.load.clients} clients, {error:+.0%} "
             f"(`{case.load.record}`)"
             for error, case in worst
         ]
@@ -107,7 +107,7 @@ def _row(case: Case) -> str:
     rates = "| |" if load.tokens_per_s is None else f"| {load.tokens_per_s:,.0f} | {case.rate:,.0f}"
     error = load.why_no_rate if case.rate_error is None else f"{case.rate_error:+.0%}"
     return (
-        f"| {load.record} | {_served(case)} | {load.layout} | {mark}{load.clients}{mark} "
+        f"| {load.record} | {_served(case)} | {load.served_as} | {mark}{load.clients}{mark} "
         f"| {load.tpot_ms:.2f} | {case.prediction.tpot_ms:.2f} | {case.tpot_error:+.0%} "
         f"{rates} | {error} |"
     )
@@ -147,8 +147,8 @@ def _choice_table(found: list[Case]) -> list[str]:
     for each in choices(found):
         load = each.chosen.load
         lines.append(
-            f"| {load.record} | {_served(each.chosen)} | {load.clients} | {each.goal} | {load.layout} "
-            f"| {each.best.load.layout} | {each.ratio:.0%} |"
+            f"| {load.record} | {_served(each.chosen)} | {load.clients} | {each.goal} | {load.served_as} "
+            f"| {each.best.load.served_as} | {each.ratio:.0%} |"
         )
     return lines
 

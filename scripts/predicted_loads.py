@@ -83,7 +83,7 @@ class Case:
     @property
     def fitted(self) -> bool:
         """Whether a constant was read from it."""
-        return (self.load.record, self.load.side, self.load.layout, self.load.clients) in FITTED
+        return (self.load.record, self.load.side, self.load.served_as, self.load.clients) in FITTED
 
     @property
     def tpot_error(self) -> float:
@@ -154,10 +154,13 @@ def _pass_between(base: Load, load: Load) -> str:
     if (base.record, base.clients) != (load.record, load.clients):
         return ""
     if base.layout == load.layout:
+        if base.side == load.side and base.api_servers is None and load.api_servers is not None:
+            return "api_servers"
         return PAIRS.get(base.holds, {}).get(load.holds, "")
     slices, other = parse_layout(base.layout), parse_layout(load.layout)
     plain = Layout(tensor_parallel_size=slices.num_devices)
-    if base.side != load.side or slices != plain or other.num_devices != slices.num_devices:
+    same = base.side == load.side and base.api_servers == load.api_servers
+    if not same or slices != plain or other.num_devices != slices.num_devices:
         return ""
     if other.replicas > 1:
         return "replicas instead of slices"
@@ -208,14 +211,16 @@ def _question(load: Load) -> LayoutQuestion:
     fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES[load.holds]}
     kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
-        model=_model(load.model), device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
-        max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=load.input_tokens + load.output_tokens,
-        expert_bits=fields["expert_bits"], linear_bits=fields["linear_bits"], kv_bits=kv_bits,
+        model=_model(load.model), device_bytes=int(gpu.memory.value), num_devices=1, max_num_batched_tokens=STEP_TOKENS,
+        gpu_memory_utilization=load.memory_share, max_num_seqs=256,
+        max_model_len=load.input_tokens + load.output_tokens, expert_bits=fields["expert_bits"],
+        linear_bits=fields["linear_bits"], kv_bits=kv_bits,
     )  # fmt: skip
     files = sorted(shipped_dir().glob("*.json"))
     return LayoutQuestion(
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
         input_tokens=load.input_tokens, output_tokens=load.output_tokens, max_running=1024, even_routing=True,
+        api_servers=load.api_servers,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
 

@@ -78,7 +78,9 @@ def of_records(tmp_path, monkeypatch):
         for name, record in records.items():
             (tmp_path / f"2026-11-25_{name}.json").write_text(json.dumps(record))
         found = predicted_loads.cases()
-        return {(case.load.record[len("2026-11-25_") :], case.load.layout, case.load.clients): case for case in found}
+        return {
+            (case.load.record[len("2026-11-25_") :], case.load.served_as, case.load.clients): case for case in found
+        }
 
     return written
 
@@ -93,6 +95,24 @@ def test_a_record_of_layouts_is_predicted_for_its_own_model_and_layout(of_record
     assert (copies.layout.data_parallel_size, copies.layout.expert_parallel) == (2, True)
     gains = predicted_loads.by_pass(list(found.values()))
     assert len(gains["parallelism: copies with experts instead of slices"]) == 4
+
+
+def test_a_layout_with_more_api_servers_is_another_case_and_what_they_gain_is_judged(of_records):
+    served = {"tp4": 1500.0, "tp4 --api-server-count 4": 2500.0}
+    found = of_records(h200_x4_layouts=layouts_record(served, model="qwen3_moe"))
+    one, four = (found["h200_x4_layouts", served_as, 512] for served_as in ("tp4", "tp4, 4 API servers"))
+    assert (one.prediction.api_servers, four.prediction.api_servers) == (1, 4)
+    assert four.rate > 1.3 * one.rate
+    (gain,) = predicted_loads.by_pass([one, four])["api_servers"]
+    assert gain.measured > 1.5
+
+
+def test_a_server_beside_others_is_predicted_with_its_share_of_the_memory(of_records):
+    record = layouts_record({"tp2": 700.0}, model="mixtral")
+    alone = of_records(h200_x2_alone=record)["h200_x2_alone", "tp2", 512].prediction
+    record["layouts"]["tp2"]["memory_share"] = 0.45
+    beside = of_records(h200_x2_beside=record)["h200_x2_beside", "tp2", 512].prediction
+    assert beside.memory.kv_tokens < alone.memory.kv_tokens
 
 
 def test_layouts_of_four_gpus_are_judged_each_and_by_what_is_chosen_of_them(of_records):
