@@ -91,7 +91,7 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
         waiting=waiting,
         api_servers=api_servers,
         front_end_share=min(1.0, times.front_end_us / times.request_us),
-        parts=loop.model.parts(loop.decoding) | _waiting_for_the_front_end(times),
+        parts=loop.model.parts(loop.decoding) | _waiting_for_the_front_end(times, loop),
     )
 
 
@@ -109,10 +109,14 @@ def _api_servers(question: LayoutQuestion, layout: Layout, loop: _Loop) -> int:
     return found * layout.data_parallel_size
 
 
-def _waiting_for_the_front_end(times: _Times) -> dict[str, Quantity]:
+def _waiting_for_the_front_end(times: _Times, loop: _Loop) -> dict[str, Quantity]:
     """Return the part of a step in which a token waits until it is sent; {} where none does."""
-    waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of prompts and answers as in {fitted.LAYOUTS}")
-    return {FRONT_END: waits} if times.waits_us else {}
+    waits_us = times.tpot_us - loop.times(math.inf).tpot_us
+    if waits_us <= 0:
+        return {}
+    return {
+        FRONT_END: Quantity(waits_us, "us", Source.MODELLED, f"tokens of prompts and answers as in {fitted.LAYOUTS}")
+    }
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -133,8 +137,6 @@ class _Times:
     request_us: float
     front_end_us: float
     """Work of the process that took it in, for all requests of one turn of the loop."""
-    waits_us: float
-    """Of `tpot_us`, for that process."""
 
 
 class _Loop:
@@ -193,5 +195,4 @@ class _Loop:
             # No engine answers more than it can read.
             request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
             front_end_us=served_us,
-            waits_us=tpot_us - engine_us,
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Limits, ordered, rank
-from moe_optimizer.layouts.serving import memory_of, predict
+from moe_optimizer.layouts.serving import FRONT_END, Prediction, memory_of, predict
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
@@ -220,11 +221,30 @@ def test_requests_that_are_dealt_to_servers_find_more_beside_them_than_their_sha
     assert single[0].tpot_ms == pytest.approx(single[1].tpot_ms)
 
 
-def test_one_process_that_takes_requests_in_bounds_slices_before_copies_that_have_one_each():
-    def fastest(layout: Layout, *, front_end: bool) -> float:
-        asked = question(gpus=8, hardware="h200", clients=1024, front_end=front_end)
-        return predict(asked, layout, memory_of(asked, layout)).tokens_per_s
+def with_front_ends(layout: Layout, **changes: Any) -> Prediction:
+    asked = question(gpus=8, hardware="h200", clients=1024, **changes)
+    return predict(asked, layout, memory_of(asked, layout))
 
+
+def test_one_process_that_takes_requests_in_bounds_slices_before_copies_that_have_one_each():
     slices, copies = Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)
-    assert fastest(slices, front_end=True) < 0.6 * fastest(slices, front_end=False)
-    assert fastest(copies, front_end=True) > 0.9 * fastest(copies, front_end=False)
+    one = {layout: with_front_ends(layout, api_servers_of_engine=range(1, 2)) for layout in (slices, copies)}
+    none = {layout: with_front_ends(layout, front_end=False) for layout in (slices, copies)}
+    assert one[slices].tokens_per_s < 0.6 * none[slices].tokens_per_s
+    assert one[slices].front_end_share == 1
+    assert one[copies].tokens_per_s > 0.9 * none[copies].tokens_per_s
+    # What tokens wait for is a part of the step, and only there.
+    parts = one[slices].parts
+    assert parts[FRONT_END].value > 0.4 * sum(part.value for part in parts.values())
+    assert FRONT_END not in one[copies].parts
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)])
+def test_more_api_servers_never_make_a_layout_slower_and_are_not_taken_where_one_will_do(layout):
+    rates = [with_front_ends(layout, api_servers=count).tokens_per_s for count in (8, 16, 32)]
+    assert rates == sorted(rates)
+    chosen = with_front_ends(layout)
+    assert chosen.tokens_per_s > 0.95 * with_front_ends(layout, front_end=False).tokens_per_s
+    assert chosen.front_end_share < 0.8
+    few = dataclasses.replace(question(gpus=8, hardware="h200"), clients=8)
+    assert predict(few, layout, memory_of(few, layout)).api_servers == layout.data_parallel_size

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from typing import Any
 
@@ -25,6 +26,22 @@ def test_predictions_are_12_percent_off_on_average_and_25_at_most(cases, what):
     assert len(judged) > 20
     assert statistics.mean(judged) <= 0.12
     assert max(judged) <= 0.25
+
+
+def test_the_layouts_page_states_these_errors(cases):
+    page = (model_error.PAGE.parent / "layouts.md").read_text(encoding="utf-8")
+    told = re.search(
+        r"mean error is (\d+) % of TPOT and (\d+) % of tokens/s, the largest (\d+) % and (\d+) %",
+        page.replace("\n", " "),
+    )
+    assert told is not None
+    known = [
+        [abs(error) for case in cases if not case.fitted and (error := getattr(case, what)) is not None]
+        for what in ("tpot_error", "rate_error")
+    ]
+    assert [int(each) for each in told.groups()] == [
+        round(100 * value) for value in (*map(statistics.mean, known), *map(max, known))
+    ]
 
 
 def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
