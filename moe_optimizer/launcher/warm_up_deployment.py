@@ -12,7 +12,7 @@ from moe_optimizer.launcher.warm_up import Kernels, WarmUp, WarmUpResult
 from moe_optimizer.launcher.warm_up_memory import WarmUpMemory
 from moe_optimizer.launcher.warm_up_requests import Shapes, groups_for
 from moe_optimizer.plan.decision import Status
-from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
+from moe_optimizer.plan.pass_params import GraphCaptureParams, ParallelismParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import read_proofs
 
@@ -41,6 +41,7 @@ def warm_up_deployment(
         max_model_len=deployment.servers[0].client.max_model_len(),
         drafts=plan.decision("speculation").status is Status.ON,
         handed_over=together,
+        copies=plan.decision("parallelism").params_as(ParallelismParams).data_parallel_size,
         captured=captured_up_to(plan),
     )
     warm_up = WarmUp(

@@ -29,6 +29,8 @@ class Shapes:
     """Whether steps check drafts, of which prompts that repeat themselves bring most."""
     handed_over: bool = False
     """Whether another server reads the prompts, so that nobody is asked for what is known while reading."""
+    copies: int = 1
+    """Data parallel ranks, whose tokens come together in the experts."""
     captured: int = 0
     """Tokens of a step up to which vLLM has captured graphs, and so compiled what they hold; 0: none are."""
 
@@ -94,11 +96,12 @@ def _prompts(shapes: Shapes, prompts: Prompts, longest: int) -> Iterator[Request
     for length in lengths:
         ends = length in (lengths[0], lengths[-1])
         yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2), proves=ends)
-    if longest < shapes.max_num_batched_tokens:
+    if longest < shapes.max_num_batched_tokens or shapes.copies > 1:
         # No prompt alone is a step as large as traffic can bring. The first may have a step for itself.
         fill = min(-(-shapes.max_num_batched_tokens // longest), shapes.max_num_seqs)
-        together = _body([prompts.of(longest) for _ in range(1 + fill)], 2)
-        yield Request(what=f"{1 + fill} prompts of {longest} tokens in a step", body=together)
+        count = (1 + fill) * shapes.copies
+        together = _body([prompts.of(longest) for _ in range(count)], 2)
+        yield Request(what=f"{count} prompts of {longest} tokens in a step", body=together)
     yield Request(what="a stream", body=_body([prompts.of(min(9, longest))], 8) | {"stream": True}, proves=True)
 
 

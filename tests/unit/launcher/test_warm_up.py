@@ -277,6 +277,7 @@ def test_a_step_is_filled_by_several_prompts_where_the_longest_does_not_fill_one
     # One more than fill it: the first that comes may have a step for itself.
     assert largest_step(short) == 1 + 5
     assert largest_step(dataclasses.replace(short, max_num_seqs=2)) == 1 + 2
+    assert largest_step(dataclasses.replace(short, copies=2)) == 2 * (1 + 5)
 
 
 def largest_step(shapes: Shapes) -> int:
