@@ -27,6 +27,11 @@ _DECODE_STEP = "2026-11-22_h100_decode_step"
 _CLIENTS = ("1", "16", "128")
 
 
+def _tpot_at_256(record: Any, side: str) -> float:
+    (loads,) = (each["loads"] for each in record["sides"] if each["name"] == side)
+    return next(load["tpot_ms"]["median"] for load in loads if load["clients"] == 256)
+
+
 def _decode_tokens(record: Any, side: str) -> list[float]:
     """Return the us of a step of 64 requests, and of each further one without the attention."""
     steps = {each["batch"]: each for each in record["sides"][side]["ledgers"]}
@@ -224,6 +229,10 @@ CLAIMS = [
           lambda: [DRAFTING_STEP_US / 1000, DRAFTED_TOKEN_US]),
     Table("docs/passes/speculation.md", "| steps | 1 client", "the three servers side by side", 1, (_TWO_DRAFTS,),
           _two_drafts),
+    Claim("docs/passes/scheduler.md",
+          "took {28.10} ms per token at 256 clients, the balanced one in FP8 with 8192 took {24.16}",
+          ("2026-11-24_h100_profiles_served", "2026-11-23_h100_fp8_one_gpu_served"),
+          lambda wide, narrow: [_tpot_at_256(wide, "aggressive"), _tpot_at_256(narrow, "fp8+flash_dmoe")]),
     Claim("docs/passes/graph_capture.md",
           "took {24,925} us with 64 requests, and\nwithout the attention {21.2} us more for each further one",
           (_DECODE_STEP,), lambda found: _decode_tokens(found, "stock")),
