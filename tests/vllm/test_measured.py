@@ -49,6 +49,9 @@ from tests.vllm import wrong_kernels
 from tests.vllm.conftest import FORKED, READY_TIMEOUT_S, TINY_MOE, plan_here
 
 TOP = 64
+GENERATED = 32
+"""As `quality` itself. A loaded machine takes the prompts of a request one after the other: with 8 tokens each, the
+first were ready before the last began, and no step had all of them."""
 LM_EVAL = os.environ.get("MOE_TEST_LM_EVAL", "")
 """Where `pip install --target` has put it: servers that find what it needs beside it do not start as forks."""
 
@@ -91,8 +94,8 @@ def request_of(plan: Side, reference: Side, folder: Path, **fields: Any) -> Qual
     thresholds.pop("top_logprobs")
     common: dict[str, Any] = {
         "alone": {}, "not_alone": {}, "always_alone": False, "texts": text_of(TINY_MOE / "heldout.txt"),
-        "extent": Extent(positions=1000, generated=8), "top_logprobs": TOP, "thresholds": thresholds, "prompts": (),
-        "model": str(TINY_MOE), "ready_timeout_s": READY_TIMEOUT_S,
+        "extent": Extent(positions=1000, generated=GENERATED), "top_logprobs": TOP, "thresholds": thresholds,
+        "prompts": (), "model": str(TINY_MOE), "ready_timeout_s": READY_TIMEOUT_S,
     }  # fmt: skip
     return QualityRequest(plan=plan, reference=reference, folder=folder, **(common | fields))
 
