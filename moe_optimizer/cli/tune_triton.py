@@ -14,7 +14,7 @@ from moe_optimizer.cli.option_values import whole_numbers
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import MoeOptimizerError, UnsupportedError
 from moe_optimizer.files import make_private_folder
-from moe_optimizer.plan.pass_params import TunedConfigsParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
@@ -61,6 +61,17 @@ def tune_triton(options: TuneOptions, *, budget_s: float | None = None) -> messa
         result={"file": str(written) if written else None, "sizes": verdicts},
         render=lambda found: render(wanted.file, written, found["sizes"]),
     )
+
+
+def check_left_to_triton(plan: Plan) -> None:
+    """Refuse to tune beside kernels of ours that compute everything: their speeds would have to be measured again.
+
+    Raises:
+        UnsupportedError: the plan leaves no number of tokens to vLLM's kernel.
+    """
+    kernels = plan.decision("flash_dmoe").params
+    if isinstance(kernels, FlashDmoeParams) and not any(map(kernels.leaves_to_vllm, DEFAULT_TOKENS)):
+        raise UnsupportedError("our kernels compute every number of tokens")
 
 
 def _check_can_tune_here() -> None:

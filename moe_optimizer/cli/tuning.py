@@ -18,7 +18,7 @@ from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.run_folder import run_folder
-from moe_optimizer.cli.tune_triton import tune_triton
+from moe_optimizer.cli.tune_triton import check_left_to_triton, tune_triton
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import make_private_folder, read_json, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
@@ -97,7 +97,7 @@ class Tuning:
             )
         make_run_folder(self.folder)
         if plan.num_gpus:
-            self._tune_triton()
+            self._tune_triton(plan)
             plans = self._plans()
             plan = plans.plan(PLAN)
         template, question = self._sent_to(plan), self._question(plan, plans)
@@ -139,8 +139,8 @@ class Tuning:
         before_s = time.monotonic() - self._begin
         return Journal(self.folder / _MEASURED, budget_s=self._budget_s, identity=identity, before_s=before_s)
 
-    def _tune_triton(self) -> None:
-        """Tune vLLM's Triton kernel where it runs the experts, unless an earlier run in the folder did."""
+    def _tune_triton(self, plan: Plan) -> None:
+        """Tune vLLM's Triton kernel where the plan leaves it something, unless an earlier run in the folder did."""
         path = self.folder / _TRITON_FILE
         if path.exists():
             entry = decode(Entry, read_json(path, max_bytes=_MAX_BYTES), origin=str(path))
@@ -148,6 +148,7 @@ class Tuning:
             begin = time.monotonic()
             kept, reason = False, ""
             try:
+                check_left_to_triton(plan)
                 written = tune_triton(self._options, budget_s=TRITON_SHARE * self._budget_s).result["file"]
                 kept, reason = written is not None, f"written: {written}" if written else "nothing beat vLLM's own"
             except MoeOptimizerError as error:

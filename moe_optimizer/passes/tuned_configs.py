@@ -20,7 +20,6 @@ from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import converted_format
 from moe_optimizer.plan_context.triton_config import triton_scheme, triton_shape, user_config
-from moe_optimizer.specs.kernel_speeds import STOCK, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
 
 
@@ -157,4 +156,4 @@ def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[s
 def _left_to_vllm(ctx: PlanContext, tokens: int) -> bool:
     """Return whether flash_dmoe has vLLM's own kernel compute so many tokens."""
     kernels = ctx.params(FlashDmoeParams)
-    return kernels is None or all(kernel_for(ranges, tokens) == STOCK for ranges in kernels.dispatch.values())
+    return kernels is None or kernels.leaves_to_vllm(tokens)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_optimizer.specs.kernel_speeds import SpeedQuestion, TokenRange
+from moe_optimizer.specs.kernel_speeds import STOCK, SpeedQuestion, TokenRange, kernel_for
 from moe_optimizer.specs.triton_shape import TritonShape
 
 
@@ -120,6 +120,10 @@ class FlashDmoeParams:
     """Threads of a CPU worker with which ours was measured to be faster; None: another reason decided."""
     cores: tuple[int, ...] = ()
     """Cores of the first CPU worker, on which `measure` is answered."""
+
+    def leaves_to_vllm(self, tokens: int) -> bool:
+        """Return whether vLLM's own kernel computes so many tokens."""
+        return all(kernel_for(ranges, tokens) == STOCK for ranges in self.dispatch.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

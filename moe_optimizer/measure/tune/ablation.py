@@ -83,8 +83,16 @@ class Ablation:
         # Where stock vLLM is the plan, the result is this comparison.
         pair = self._done.pair(ours, theirs, kind="paired" if self._plan_is_stock else "ablated")
         wins = whole_won if pair[1].word is None else pair[1].is_win
-        self._done.note_pair("ablation", planned.name, theirs, pair, kept=wins, **facts)
+        also = self._changed_too(planned, changed)
+        self._done.note_pair("ablation", planned.name, theirs, pair, kept=wins, also=also, **facts)
         return wins
+
+    def _changed_too(self, planned: PlannedPass, changed: Candidate) -> str:
+        """Return which other passes the planner decides otherwise for its sake; "" where none."""
+        before, after = map(self._done.measure.on, (PLAN, changed))
+        word, named = "without" if planned.is_on else "with", {planned.name, *planned.with_passes}
+        found = {"on": after - before - named, "off": before - after - named}
+        return "; ".join(f"{word} it {', '.join(sorted(names))} is {how}" for how, names in found.items() if names)
 
     def _why_not_compared(self, changed: Candidate, word: str) -> str:
         if why := self._done.measure.why_not(changed):

@@ -133,12 +133,14 @@ class Measurements:
         *,
         kept: bool,
         reason: str | None = None,
+        also: str = "",
         **facts: Any,
     ) -> None:
-        """Add a line about two that were compared."""
+        """Add a line about two that were compared; `also` stands behind the reason."""
         outcome, found = pair
         if reason is None:
             reason = found.failed or ("wins" if found.is_win else f"does not win: {found.word}")
+        reason += f"; {also}" if also else ""
         facts = {**found.fields, **facts, "score": median_score(outcome.ours), "seconds": outcome.seconds}
         self.entries.append(Entry(step=step, what=what, against=str(against), kept=kept, reason=reason, **facts))
 

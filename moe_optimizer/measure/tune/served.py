@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from types import FrameType
 
@@ -89,6 +89,10 @@ class ServedMeasure:
         group = None if plan.group is None else encode(plan.group)
         what = [plan.serve_args.without(*_WHERE_ONLY).words, sorted(plan.serve_env.items()), shown, group]
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+    def on(self, candidate: Candidate) -> Set[str]:
+        """Return the optimizations that are on in its plan."""
+        return frozenset(each.pass_name for each in self.plan(candidate).decisions if each.is_optimization)
 
     def changes_answers(self, candidate: Candidate) -> bool:
         """Return whether our kernels compute, or vLLM is told another dtype, cache or kernel than it has by itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -101,6 +101,10 @@ class Measure(Protocol):
 
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates that serve the same."""
+        ...
+
+    def on(self, candidate: Candidate) -> Set[str]:
+        """Return the optimizations that are on in its plan."""
         ...
 
     def changes_answers(self, candidate: Candidate) -> bool:

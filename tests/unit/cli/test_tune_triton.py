@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +19,11 @@ from moe_optimizer.cli.tune_triton import run_tuning
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.inspection.tuned_configs import SHIPPED
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.specs.software import VllmInstallation
+from tests.builders import gpus, request, tiny_moe
 from tests.eventually import eventually, is_running
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
@@ -164,3 +169,14 @@ def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tm
         run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
     thread.join()
     assert not is_running(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(("up_to", "left"), [(1 << 30, False), (4096, True)])
+def test_beside_our_kernels_there_is_nothing_to_tune_where_they_compute_everything(up_to: int, left: bool) -> None:
+    ours = FlashDmoeParams(kernel="cuda", dispatch={"bf16": (TokenRange(up_to=up_to, use="direct"),)})
+    plan = make_plan(request(tiny_moe(), gpus("h200")))
+    decisions = [
+        dataclasses.replace(each, params=ours) if each.pass_name == "flash_dmoe" else each for each in plan.decisions
+    ]
+    with contextlib.nullcontext() if left else pytest.raises(UnsupportedError):
+        tune_triton.check_left_to_triton(plan.replace(decisions=tuple(decisions)))

@@ -34,6 +34,8 @@ class PaperMeasure:
     """Passes that cannot all be on."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Pass -> what it cannot be on without."""
+    displaced: Mapping[str, str] = field(default_factory=dict)
+    """Pass that the planner takes by itself where another is off -> the other."""
     changing: frozenset[str] = frozenset()
     """Passes that change answers."""
     dead: frozenset[str] = frozenset()
@@ -47,10 +49,13 @@ class PaperMeasure:
     """What a clock would say."""
 
     def on(self, candidate: Candidate) -> set[str]:
-        return set() if candidate.stock else set(self.passes) - candidate.off | candidate.on
+        if candidate.stock:
+            return set()
+        on = set(self.passes) - candidate.off | candidate.on
+        return on | {name for name, other in self.displaced.items() if other not in on}
 
     def speed(self, candidate: Candidate) -> float:
-        factors = [{**self.passes, **self.offered}[name] for name in self.on(candidate)]
+        factors = [{**self.passes, **self.offered}.get(name, 1.0) for name in self.on(candidate)]
         factors += [self.settings.get(each, 1.0) for each in candidate.arguments]
         found = STOCK_SPEED
         for each in factors:

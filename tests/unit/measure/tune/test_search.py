@@ -111,6 +111,12 @@ def test_the_only_pass_is_judged_by_what_the_plan_gains_over_stock_vllm() -> Non
     assert found.candidate == Candidate()
 
 
+def test_what_the_planner_takes_instead_of_a_pass_is_said() -> None:
+    found = found_by(PaperMeasure(passes={"a": 0.8, "b": 1.2}, displaced={"kernel": "a"}))
+    assert "without it kernel is on" in entry(found, "ablation", "a").reason
+    assert "kernel" not in entry(found, "ablation", "b").reason
+
+
 def test_a_pass_that_harms_is_off_and_one_that_wins_stays() -> None:
     found = found_by(PaperMeasure(passes={"good": 1.5, "bad": 0.8}))
     assert found.candidate == Candidate(off=frozenset({"bad"}))
