@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.process_environment import changed_environment
 
 _ORIGIN = "tune"
+_NAME = 60
+"""Characters of a side's name, for lines of progress."""
 _STAYS = "parallelism"
 """How devices share the model is no optimization that could be off."""
 
@@ -97,7 +100,10 @@ class CandidatePlans:
         Raises:
             MoeOptimizerError: as `plan`.
         """
-        return Side(name=STOCK if candidate.stock else f"{candidate}"[:60], plan=self.plan(candidate, number))
+        return Side(
+            name=STOCK if candidate.stock else textwrap.shorten(f"{candidate}", _NAME, placeholder=" ..."),
+            plan=self.plan(candidate, number),
+        )
 
     def _changed(self, candidate: Candidate) -> PlanRequest:
         off = candidate.off & frozenset(PASS_NAMES) - {_STAYS}

@@ -37,8 +37,12 @@ def command(options: TuneOptions) -> messages.Output:
     result = tuning.result()
     notes = ()
     if result.ended != "done":
-        longer = " and a larger --budget" if result.ended == "budget" else ""
-        notes = (f"{result.ended}: --resume --run-dir {shlex.quote(str(tuning.folder))}{longer} goes on",)
+        end, longer = ("the budget", " and a larger --budget") if result.ended == "budget" else ("the interrupt", "")
+        so_far = "no plan was written" if result.plan_file is None else f"{result.plan_file} is the best until then"
+        notes = (
+            f"not everything was tried before {end}; {so_far}; "
+            f"--resume --run-dir {shlex.quote(str(tuning.folder))}{longer} goes on",
+        )
     code: int = ExitCode.OK if result.met else ExitCode.GOAL_MISSED
     code = INTERRUPTED if result.ended == "interrupted" else code
     return messages.Output(result=result, render=render, notes=notes, code=code)

@@ -67,8 +67,9 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
         for number, each in enumerate(request.rounds):
             on_step(number / len(request.rounds), each.title)
             requests = read_trace(Path(each.trace))
-            # Not by the whole path, which is another in every run: of equal sides one would win now and then.
-            noise = random.Random(str(Path(each.samples).relative_to(tmp_path))).lognormvariate(0, 0.001)
+            # Not by the folders: plans name them, and a plan names the checkout. Of equal sides one would win
+            # now and then.
+            noise = random.Random(Path(each.samples).name).lognormvariate(0, 0.001)
             seconds = DURATION_S * noise * slowness[0](up[each.base_url])
             count = len(requests)
             samples = {
@@ -213,6 +214,20 @@ def test_an_interrupted_search_says_how_it_goes_on(
     said = set(capsys.readouterr().err.splitlines()[-1].split())
     assert {"--resume", str(tmp_path / "run")} <= said
     assert "--budget" not in said
+
+
+def test_an_interrupted_search_that_has_a_plan_names_its_file(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(plan: Plan) -> float:
+        if not is_on(plan, "expert_load") and is_on(plan, "scheduler"):
+            raise KeyboardInterrupt
+        return 1.0
+
+    served.append(stop)
+    code, ledger = tune(tmp_path / "run")
+    assert (code, ledger["ended"]) == (INTERRUPTED, "interrupted")
+    assert ledger["plan_file"] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_time_before_the_search_is_of_the_budget(served: list[Slowness], tmp_path: Path) -> None:
