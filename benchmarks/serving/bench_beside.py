@@ -20,7 +20,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.any_lengths import drive  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, served  # noqa: E402
+from benchmarks.serving.together import started  # noqa: E402
 from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
-from moe_optimizer.errors import MoeOptimizerError  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.compile_caches import compile_caches  # noqa: E402
 from moe_optimizer.measure.bench.result import RESULT_FILE  # noqa: E402
-from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side, starting  # noqa: E402
+from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side  # noqa: E402
 from moe_optimizer.passes.registry import PASS_NAMES  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -110,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     with contextlib.ExitStack() as stack:
         folder = options.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        assert sides[0].plan is not None, sides[0]
+        # `bench` and the servers look into the same folders for what was compiled.
+        os.environ.update(compile_caches(sides[0].plan, os.environ))
         up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"]))
         record["sides"] = {side.name: about(side, up[side.name]) for side in sides if side.name in up}
         if options.first_s:
@@ -152,38 +155,6 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
     # What no table answers is measured first, as `serve` does: required kernels would be refused without.
     measure_if_needed(plan(will_measure=True), CALIBRATE_S, ProgressLines(verbose=True))
     return Side(name=words.name, plan=plan(required=required))
-
-
-@contextlib.contextmanager
-def started(
-    sides: Sequence[Side], folder: Path, timeout_s: float, failed: dict[str, str]
-) -> Iterator[dict[str, RunningSide]]:
-    """Start all sides at the same time, yield those that answer by name, and stop them together.
-
-    Args:
-        sides, timeout_s: what to start, and how long that may take.
-        folder: gets their run folders.
-        failed: gets the name of each side that did not start, and why.
-    """
-    assert sides[0].plan is not None, sides[0]
-    # `bench` and the servers look into the same folders for what was compiled.
-    os.environ.update(compile_caches(sides[0].plan, os.environ))
-    up: dict[str, RunningSide] = {}
-    with contextlib.ExitStack() as stack:
-        waits = {
-            side.name: stack.enter_context(starting(side, run_dir=folder / side.name, ready_timeout_s=timeout_s))
-            for side in sides
-        }
-        for name, wait in waits.items():
-            try:
-                up[name] = wait()
-                print(f"{name}: ready after {up[name].ready_s:.0f} s", flush=True)
-            except MoeOptimizerError as error:
-                failed[name] = str(error)
-                print(f"{name}: {error}", flush=True)
-        yield up
-        for each in up.values():
-            each.ask_to_stop()
 
 
 def about(side: Side, running: RunningSide) -> dict[str, Any]:

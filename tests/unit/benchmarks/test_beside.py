@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import bench_beside
+from benchmarks.serving import bench_beside, together
 from benchmarks.serving.bench_beside import benches_of, words_of
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.measure.bench.result import RESULT_FILE
@@ -66,7 +66,7 @@ def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
         return 0
 
     monkeypatch.setattr(bench_beside, "measure_if_needed", lambda *_: False)
-    monkeypatch.setattr(bench_beside, "starting", starting)
+    monkeypatch.setattr(together, "starting", starting)
     monkeypatch.setattr(bench_beside, "moe_optimizer", bench)
     monkeypatch.setattr(bench_beside, "about", lambda side, _running: {"plan_digest": side.plan.digest})
     out = tmp_path / "record.json"

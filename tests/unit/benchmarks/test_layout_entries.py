@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.serving import bench_layouts, together
 from benchmarks.serving.layout_entries import groups, vllm_arguments
-from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.side import RunningSide, Side
 
 
 def test_a_layout_can_be_served_twice_with_other_arguments() -> None:
@@ -25,15 +25,16 @@ def test_servers_that_start_at_once_keep_compiled_graphs_apart(monkeypatch, tmp_
     seen = []
 
     @contextlib.contextmanager
-    def started(side, **_given):
+    def starting(side, **_given):
         seen.append((side.name, os.environ["VLLM_CACHE_ROOT"]))
-        yield lambda: None
+        yield lambda: RunningSide(base_url="", model="m", max_model_len=1, ready_s=1.0, info=None)
 
-    monkeypatch.setattr(together, "starting", started)
+    monkeypatch.setattr(together, "starting", starting)
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches")
-    for name in ("tp4", "tp4-api-server-count-4"):
-        with together.start_apart(Side(name=name, plan=None), run_dir=tmp_path, ready_timeout_s=1):
-            assert os.environ["VLLM_CACHE_ROOT"] == "/caches"
+    sides = [Side(name=name, plan=None) for name in ("tp4", "tp4-api-server-count-4")]
+    with together.started(sides, tmp_path, 1.0, {}) as up:
+        assert os.environ["VLLM_CACHE_ROOT"] == "/caches"
+        assert list(up) == [side.name for side in sides]
     assert seen == [(name, f"/caches/{name}") for name in ("tp4", "tp4-api-server-count-4")]
 
 
