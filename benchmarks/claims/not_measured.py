@@ -15,7 +15,9 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "differs by more than 25 %. It takes 10 to 30 s": _SETTING,
     },
     "ARCHITECTURE.md": {"all end within 15 s": _TEST},
+    "docs/passes/api_servers.md": {"busy for more than 70 % of the time": _SETTING},
     "CHANGELOG.md": {
+        "busy for more than 70 %": _SETTING,
         "`serve --calibrate` (30 s)": _SETTING,
         "for 120 s at most": _SETTING,
         "under 1 % of a step": "an upper bound of docs/passes/expert_load.md",
@@ -106,7 +108,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
             "Measured by nobody here",
             ("2026-11-22_h100_served", "2026-11-26_h100-h200_layouts_compared"),
         ),
-        ("The front end: the one process", "four_experts.json`)", ("2026-11-26_h200_x4_layouts",)),
+        ("The front end: a process of vLLM", "four_experts.json`)", ("2026-11-26_h200_x4_layouts",)),
         (
             "Measured loops differ in that",
             "28.4 and 32.2 ms per token.",
