@@ -1,13 +1,13 @@
 """Compares the layouts that the plan would choose with what AIConfigurator estimates of all of them.
 
-    python benchmarks/compare_aiconfigurator.py --data FILE [--models HUB_ID,...] [--write]
+    python benchmarks/compare_aiconfigurator.py --data FILE [--models HUB_ID,...] [--front-end] [--write]
 
 Needs the package `aiconfigurator` (0.12, its data for vLLM) in the environment; --data keeps its estimates, so that a
 second run needs it no more. For each model, GPU, number of GPUs and clients (1024 tokens in, 512 out, steps of 8192
 tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
 left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that takes requests in,
-so on our side it does not count either.
+so on our side it does not count either; with --front-end it does, with as many API servers as plans take.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Limits, rank  # noqa: E402
+from moe_optimizer.plan_context.api_servers import MOST_FOR_AN_ENGINE  # noqa: E402
 from moe_optimizer.specs.layout import Layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
 
@@ -70,6 +71,7 @@ def main() -> int:
     parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--front-end", action="store_true", help="count it on our side, as plans do")
     options = parser.parse_args()
     models = options.models.split(",")
     data = json.loads(options.data.read_text(encoding="utf-8")) if options.data.exists() else {}
@@ -81,13 +83,16 @@ def main() -> int:
         for system in SYSTEMS:
             for machine in MACHINES:
                 for clients in CLIENTS:
-                    found, ratios = compare(data, model, spec, system, machine=machine, clients=clients)
+                    found, ratios = compare(
+                        data, model, spec, system, machine=machine, clients=clients, front_end=options.front_end
+                    )
                     cases += found
                     errors += ratios
     record = {
         **head(
             "layouts that our search chooses, as AIConfigurator 0.12 (vLLM data) estimates them, as a share of its "
-            "own best; a comparison of two predictions, nothing was measured",
+            "own best; a comparison of two predictions, nothing was measured"
+            + ("; the front end counts on our side" if options.front_end else ""),
             options.commit,
         ),
         "environment": host(os.getloadavg()[0]),
@@ -97,7 +102,7 @@ def main() -> int:
     }
     print(json.dumps(record["summary"], indent=1))
     if options.write:
-        write_record(record, "h100-h200", "layouts_compared")
+        write_record(record, "h100-h200", "layouts_compared" + "_front_end" * options.front_end)
     return 0
 
 
@@ -194,7 +199,14 @@ def estimate(data: dict[str, Any], model: str, system: str, layout: Layout, clie
 
 
 def compare(
-    data: dict[str, Any], model: str, spec: ModelSpec, system: str, *, machine: tuple[int, int], clients: int
+    data: dict[str, Any],
+    model: str,
+    spec: ModelSpec,
+    system: str,
+    *,
+    machine: tuple[int, int],
+    clients: int,
+    front_end: bool,
 ) -> tuple[list[dict[str, Any]], list[Ratio]]:
     """Return both goals' cases of one question, and our predictions over AIConfigurator's, layout by layout."""
     gpu = load_catalog_entry(SYSTEMS[system]).gpu
@@ -207,7 +219,8 @@ def compare(
         memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
-        speeds=read_kernel_speeds(Path("/nonexistent")), front_end=False,
+        speeds=read_kernel_speeds(Path("/nonexistent")), front_end=front_end,
+        api_servers_of_engine=range(1, MOST_FOR_AN_ENGINE + 1),
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []
