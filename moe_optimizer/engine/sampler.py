@@ -15,7 +15,7 @@ from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.sequence import Sequence
 from moe_optimizer.engine.upload import uploaded
 
-_ALL = 1 << 62
+_ALL, _COLDEST = 1 << 62, 1e-30  # divided by a temperature below 1e-37 a logit is infinite, as others are
 
 
 class TorchSampler:
@@ -142,7 +142,7 @@ def _column(values: list[Any], device: torch.device) -> Tensor:
 
 
 def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
-    return logits_SV.float() / torch.where(temperature_S1 > 0, temperature_S1, 1.0)
+    return logits_SV.float() / torch.where(temperature_S1 > 0, temperature_S1.clamp(min=_COLDEST), 1.0)
 
 
 def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) -> Tensor:

@@ -63,6 +63,14 @@ def test_temperature_flattens_and_sharpens() -> None:
     assert draw(SamplingParams(temperature=0)) == {0: 1.0}
 
 
+@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"temperature_schedule": [(0, 1e-45)]}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-10])
+def test_a_temperature_near_zero_takes_the_most_likely_token(temperature: float, values: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, **values)
+    logits = torch.tensor([[11.0, 13.0, 12.0]])
+    assert TorchSampler(torch.device("cpu"), seed=1).sample(logits, [sequence(params)]).read()[0] == [1]
+
+
 def test_a_schedule_changes_the_temperature_with_the_tokens() -> None:
     params = SamplingParams(temperature=0, temperature_schedule=[(2, 1.0)])
     assert draw(params, output=[1]) == {0: 1.0}
