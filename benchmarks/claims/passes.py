@@ -24,6 +24,7 @@ _VERIFY_STEPS = "2026-11-25_h100_verify_steps"
 _TWO_DRAFTS, _BESIDE = "2026-11-26_h200_verify_two_drafts", "2026-11-26_h200_four_bit_beside_marlin"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _DECODE_STEP = "2026-11-22_h100_decode_step"
+_TUNED_PLAN = "2026-11-26_h200_tuned_plan_served"
 _TUNED_MODEL = "2026-11-26_h200_tuned_qwen3-30b-a3b"
 _CLIENTS = ("1", "16", "128")
 
@@ -224,6 +225,13 @@ def _tuned_row(record: Any, what: str, _against: str) -> list[float]:
     return [entry[key] for key in ("ratio", "low", "high")]
 
 
+def _tuned_served(record: Any, clients: str) -> list[float]:
+    assert not [each for each in record["verdicts"] if each["metric"] == "ttft_ms" and "no" not in each["verdict"]]
+    of_load = [each for each in record["verdicts"] if each["load"].split()[0] == clients]
+    found = {each["metric"]: [each["ratio"], each["low"], each["high"]] for each in of_load}
+    return [*found["output_tokens_per_s"], *found["tpot_ms"]]
+
+
 def _tuned_settings(record: Any) -> list[float]:
     scores = {each["what"]: each["score"] for each in record["entries"] if each["step"] == "setting"}
     other = next(score for what, score in scores.items() if what.endswith("--moe-backend deep_gemm"))
@@ -288,6 +296,7 @@ CLAIMS = [
     Claim("docs/passes/parallelism.md", "took {11.9} to {23.0} ms per token in slices, {12.3} to {16.5} with EP",
           (_LAYOUTS,), _spread),
     Table("docs/passes/replicas.md", "| | 1 client", "compared with slices", 1, (_LAYOUTS,), _replicas),
+    Table("docs/tune.md", "| clients | output tokens/s |", "`bench` of that plan", 1, (_TUNED_PLAN,), _tuned_served),
     Table("docs/tune.md", "| what | against |", "## Seen", 2, (_TUNED_MODEL,), _tuned_row),
     Claim("docs/tune.md",
           "`--moe-backend deep_gemm` gave {4,808} tokens/s, {5,333} without it; vLLM refused `flashinfer_cutlass`. It "
