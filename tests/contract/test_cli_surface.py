@@ -22,7 +22,7 @@ COMMON = {"--json", "--verbose", "--help"}
 MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
     "parallelism", "expert-parallel", "fp8", "four-bit", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
-    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas",
+    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas", "api-servers",
     "dual-batch-overlap", "speculation",
 )  # fmt: skip
 PLAN = MODEL | {
