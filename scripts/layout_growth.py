@@ -1,4 +1,4 @@
-"""Prints the table of docs/layouts.md: predicted tokens/s from 1 to 512 GPUs, even and uneven routing.
+"""Prints the table of docs/layout_accuracy.md: predicted tokens/s from 1 to 512 GPUs, even and uneven routing.
 
 python scripts/layout_growth.py
 """

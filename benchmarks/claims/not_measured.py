@@ -102,12 +102,14 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
             ),
         )
     ],
-    "docs/layouts.md": [
+    "docs/layout_accuracy.md": [
         (
             "Against the served records the mean error",
             "Measured by nobody here",
             ("2026-11-22_h100_served", "2026-11-26_h100-h200_layouts_compared"),
         ),
+    ],
+    "docs/layouts.md": [
         ("The front end: a process of vLLM", "four_experts.json`)", ("2026-11-26_h200_x4_layouts",)),
         (
             "Measured loops differ in that",

@@ -28,8 +28,8 @@ def test_predictions_are_12_percent_off_on_average_and_25_at_most(cases, what):
     assert max(judged) <= 0.25
 
 
-def test_the_layouts_page_states_these_errors(cases):
-    page = (model_error.PAGE.parent / "layouts.md").read_text(encoding="utf-8")
+def test_the_page_on_layouts_states_these_errors(cases):
+    page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8")
     told = re.search(
         r"mean error is (\d+) % of TPOT and (\d+) % of tokens/s, the largest (\d+) % and (\d+) %",
         page.replace("\n", " "),
