@@ -22,8 +22,8 @@ COMMON = {"--json", "--verbose", "--help"}
 MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
     "parallelism", "expert-parallel", "fp8", "four-bit", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
-    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas", "api-servers",
-    "dual-batch-overlap", "speculation",
+    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas",
+    "dual-batch-overlap", "speculation", "api-servers",
 )  # fmt: skip
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",
