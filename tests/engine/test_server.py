@@ -141,6 +141,7 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream_options": USAGE}, 400),
         ("completions", {"prompt": "x", "stream_options": USAGE}, 400),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400),
         ("completions", {"prompt": "x", "self": 1}, 400),
         ("completions", {"prompt": ["x"] * 5000}, 400),
         ("nothing", {}, 404),
@@ -246,7 +247,7 @@ def test_what_a_client_leaves_open_may_be_null(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_places_of_tokens_count_the_text_before_them(url: str, stream: bool) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "echo": True}
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1}
     replies = events(url, "completions", **body) if stream else [post(url, "completions", **body).json()]
     text = "".join(reply["choices"][0]["text"] for reply in replies)
     found = [

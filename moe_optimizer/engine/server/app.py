@@ -49,8 +49,8 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         params, prompts = body.sampling_params(defaults), several(body.prompt)
-        if body.echo and llm.engine.tokenizer is None:
-            raise InputError("echo: got true without a tokenizer, expected false")
+        if body.echo and (llm.engine.tokenizer is None or body.logprobs is not None):
+            raise InputError("echo: got true without a tokenizer or with logprobs, which a prompt has none of here")
         reply = Reply(model_name, chat=False, n=params.n, decode=llm.engine.tokenizer.decode if body.echo else None)
         return await answer(prompts, params, reply, body, request)
 

@@ -63,7 +63,7 @@ class Reply:
             if part == "delta" and not (sample.text or sample.finish_reason or (self._chat and first)):
                 continue
             echo = output.prompt or self._decode(output.prompt_token_ids) if first and self._decode else ""
-            place = self._places.setdefault(index, len(echo))
+            place = self._places.setdefault(index, 0)
             text, logprobs = echo + sample.text, None
             role = {"role": "assistant"} if first else {}
             if sample.logprobs is not None and self._chat:
