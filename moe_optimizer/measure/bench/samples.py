@@ -58,9 +58,9 @@ def check_samples(samples: RoundSamples, requests: tuple[TraceRequest, ...], *, 
     failed = [error for error in samples.errors if error]
     if failed or len(samples.errors) != len(requests):
         count = len(requests) - len(samples.errors) + len(failed)
-        raise ServerFailedError(
-            f"{title}: {count} of {len(requests)} requests failed: {(failed or ['no answer'])[0]:.300}"
-        )
+        # vLLM's load generator keeps tracebacks, which end in what happened.
+        why = (failed[0].strip() or failed[0]).splitlines()[-1] if failed else "no answer"
+        raise ServerFailedError(f"{title}: {count} of {len(requests)} requests failed: {why:.300}")
     wanted = [each.output_length for each in requests]
     wrong = [pair for pair in zip(samples.output_tokens, wanted, strict=True) if pair[0] != pair[1]]
     if wrong:

@@ -106,6 +106,15 @@ def test_a_round_in_which_all_succeeded_passes():
 def test_a_failed_request_ends_the_benchmark(wrong: RoundSamples):
     with pytest.raises(ServerFailedError, match="stock") as error:
         check_samples(wrong, ASKED, title="stock")
+
+
+def test_of_the_load_generators_traceback_only_what_happened_is_told() -> None:
+    traceback = (
+        "Traceback (most recent call last):\n" + 20 * "  File somewhere\n" + "aiohttp.ClientPayloadError: not all\n"
+    )
+    wrong = dataclasses.replace(samples(), errors=(traceback, *samples().errors[1:]))
+    with pytest.raises(ServerFailedError, match=r"failed: aiohttp\.ClientPayloadError: not all$"):
+        check_samples(wrong, ASKED, title="stock")
     assert error.value.exit_code == ExitCode.SERVER_FAILED
 
 
