@@ -106,6 +106,7 @@ def test_a_round_in_which_all_succeeded_passes():
 def test_a_failed_request_ends_the_benchmark(wrong: RoundSamples):
     with pytest.raises(ServerFailedError, match="stock") as error:
         check_samples(wrong, ASKED, title="stock")
+    assert error.value.exit_code == ExitCode.SERVER_FAILED
 
 
 def test_of_the_load_generators_traceback_only_what_happened_is_told() -> None:
@@ -115,7 +116,6 @@ def test_of_the_load_generators_traceback_only_what_happened_is_told() -> None:
     wrong = dataclasses.replace(samples(), errors=(traceback, *samples().errors[1:]))
     with pytest.raises(ServerFailedError, match=r"failed: aiohttp\.ClientPayloadError: not all$"):
         check_samples(wrong, ASKED, title="stock")
-    assert error.value.exit_code == ExitCode.SERVER_FAILED
 
 
 @pytest.mark.parametrize("read", [read_samples, read_start])
