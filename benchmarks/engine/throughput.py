@@ -1,14 +1,15 @@
 """Tokens per second of the embedded engine beside vLLM offline and transformers, on one workload with random lengths.
 
     python benchmarks/engine/throughput.py examples/tiny-moe --dtype float32 [--write]
-    python benchmarks/engine/throughput.py qwen3-moe-0.3b --num-requests 16     # a shape of workload.py, random weights
+    python benchmarks/engine/throughput.py qwen3-moe-0.3b --transformers-turns 1    # a shape of workload.py
 
 The sides take turns in one run, so that what else the machine does meets all of them; a ratio is the median of the
 turns' ratios. vLLM's CPU build keeps a core free by default: vllm_all_cores is the same with its threads on every core.
 A turn begins when the sides' processes are at rest: a worker of vLLM spins for a second after its last request.
 transformers runs one request after the other on the first `--one-by-one` of them, since its speed per token does not
-depend on how many there are, and all of them as one batch. `cpu_ms_per_token` is the processor time of a side's
-processes, which other work on the machine changes less than wall time; waiting threads of vLLM spin, and count.
+depend on how many there are, and all of them as one batch; both in the first `--transformers-turns` turns alone.
+`cpu_ms_per_token` is the processor time of a side's processes, which other work on the machine changes less than wall
+time; waiting threads of vLLM spin, and count.
 `equal_tokens` is the share of greedy output tokens that are those of the first side. `latency_ms` is of one more turn
 of the sides that stream, all requests at once: time to the first token, and per output token behind it, over the
 requests. Prints JSON; --write stores it.
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, nargs=2, default=(16, 128), metavar=("LEAST", "MOST"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--transformers-turns", type=int, choices=range(1, 100), metavar="TURNS", default=99)
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name not in ("write", "commit")}
     load_before, sides = os.getloadavg()[0], args.sides.split(",")
@@ -83,8 +85,10 @@ def main() -> None:
         samples: dict[str, list[float]] = {side: [] for side in sides}
         cpu: dict[str, list[float]] = {side: [] for side in sides}
         outputs: dict[str, Outputs] = {}
-        for _ in range(args.turns):
+        for turn in range(args.turns):
             for side, run in runs.items():
+                if turn >= args.transformers_turns and _DISTRIBUTIONS[side] == "transformers":
+                    continue
                 _wait_until_at_rest()
                 started, before = time.perf_counter(), _cpu_seconds()
                 outputs[side] = run(given[side])
@@ -97,7 +101,7 @@ def main() -> None:
             _wait_until_at_rest()
             latencies[side] = stream(requests)
     turns = {
-        side: [ours / theirs for ours, theirs in zip(samples[sides[0]], samples[side], strict=True)] for side in sides
+        side: [ours / theirs for ours, theirs in zip(samples[sides[0]], samples[side], strict=False)] for side in sides
     }
     record = {
         **head("output tokens per second of the embedded engine, vLLM and transformers, same requests", args.commit),
