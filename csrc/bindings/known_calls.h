@@ -182,12 +182,6 @@ class KnownCalls {
     return true;
   }
 
-  static bool dtype_of(const TensorView& view, DType* dtype) {
-    if (view.dtype_code == kBFloatCode && view.dtype_bits == 16) return *dtype = DType::kBFloat16, true;
-    if (view.dtype_code != kFloatCode || (view.dtype_bits != 16 && view.dtype_bits != 32)) return false;
-    return *dtype = view.dtype_bits == 16 ? DType::kFloat16 : DType::kFloat32, true;
-  }
-
   // Whether out and x are shifted over each other, which the kernels cannot do in place.
   static bool overlaps_shifted(const Tokens& tokens) {
     const char *x = tokens.x.data, *out = tokens.out.data;

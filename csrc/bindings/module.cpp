@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/few_row_calls.h"
 #include "bindings/from_python.h"
 #include "bindings/known_calls.h"
 #include "bindings/run_checked.h"
@@ -130,6 +131,14 @@ PYBIND11_MODULE(_kernels, module) {
       .def("turn_heads", &TokenRowCalls::turn_heads, py::arg("x"), py::arg("num_heads"), py::arg("q_weight"),
            py::arg("k_weight"), py::arg("eps"), py::arg("cos"), py::arg("sin"))
       .def("store_rows", &TokenRowCalls::store_rows, py::arg("source"), py::arg("slots"), py::arg("target"));
+  py::class_<FewRowCalls>(module, "FewRowCalls", "Products of few rows with a matrix.")
+      .def(py::init<const py::handle&>(), py::arg("tensor_type"))
+      .def(
+          "multiply",
+          [](const FewRowCalls& calls, const py::handle& x, const py::handle& weight, const py::handle& bias,
+             const py::handle& out,
+             const std::string& isa) { return calls.multiply(x, weight, bias, out, parse_isa(isa)); },
+          py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("isa") = "");
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("int4_experts", &int4_experts, py::arg("experts"), py::arg("w13"), py::arg("w2"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));

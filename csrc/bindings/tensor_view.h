@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "moeopt/fused_experts.h"
+
 namespace moeopt {
 
 // DLPack's DLTensor. Shape and strides belong to the tensor.
@@ -25,11 +27,27 @@ struct TensorView {
     return static_cast<int64_t>(dtype_code) | static_cast<int64_t>(dtype_bits) << 8 |
            static_cast<int64_t>(dtype_lanes) << 16;
   }
+  // Whether the dimensions from `first` on lie together, one behind the other.
+  bool is_packed(int32_t first) const {
+    int64_t stride = 1;
+    for (int32_t n = num_dims - 1; n >= first; --n) {
+      if (shape[n] > 1 && strides[n] != stride) return false;
+      stride *= shape[n];
+    }
+    return true;
+  }
   int64_t device() const { return static_cast<int64_t>(device_type) << 32 | device_id; }
 };
 
 // DLPack's dtype codes.
 constexpr uint8_t kIntCode = 0, kFloatCode = 2, kBFloatCode = 4;
+
+// False where it is none of activations.
+inline bool dtype_of(const TensorView& view, DType* dtype) {
+  if (view.dtype_code == kBFloatCode && view.dtype_bits == 16) return *dtype = DType::kBFloat16, true;
+  if (view.dtype_code != kFloatCode || (view.dtype_bits != 16 && view.dtype_bits != 32)) return false;
+  return *dtype = view.dtype_bits == 16 ? DType::kFloat16 : DType::kFloat32, true;
+}
 
 class TensorReader {
  public:

@@ -69,7 +69,7 @@ class TokenRowCalls {
     const bool is_known = from.on_cpu() && places.on_cpu() && into.on_cpu() && places.dtype_code == kIntCode &&
                           places.dtype_bits == 64 && places.shape[0] == tokens && from.dtype() == into.dtype() &&
                           into.shape[2] == from.shape[1] && into.shape[3] == from.shape[2];
-    const bool lies_together = is_packed(from, 1) && is_packed(into, 0) && (places.strides[0] == 1 || tokens < 2);
+    const bool lies_together = from.is_packed(1) && into.is_packed(0) && (places.strides[0] == 1 || tokens < 2);
     if (!is_known || !lies_together) return false;
     const int64_t bytes = from.dtype_bits / 8, num_slots = into.shape[0] * into.shape[1];
     return store_rows_cpu(tokens, row * bytes, {from.data, from.strides[0] * bytes},
@@ -80,17 +80,7 @@ class TokenRowCalls {
   // Reads float32 on the CPU whose last dimension is contiguous.
   bool read_rows(const pybind11::handle& tensor, int32_t num_dims, TensorView* view) const {
     return reader_.read(tensor.ptr(), view) && view->num_dims == num_dims && view->on_cpu() &&
-           view->dtype_code == kFloatCode && view->dtype_bits == 32 && is_packed(*view, num_dims - 1);
-  }
-
-  // Whether the dimensions from `first` on lie together, one behind the other.
-  static bool is_packed(const TensorView& view, int32_t first) {
-    int64_t stride = 1;
-    for (int32_t n = view.num_dims - 1; n >= first; --n) {
-      if (view.shape[n] > 1 && view.strides[n] != stride) return false;
-      stride *= view.shape[n];
-    }
-    return true;
+           view->dtype_code == kFloatCode && view->dtype_bits == 32 && view->is_packed(num_dims - 1);
   }
 
   static float* floats(const TensorView& view) { return reinterpret_cast<float*>(view.data); }

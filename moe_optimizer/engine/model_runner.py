@@ -164,14 +164,13 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
     if config.args.packed_weights:
         _pack(model)
     for module in model.modules():
-        if isinstance(module, Experts):
-            if config.args.quantization == "fp8":
-                module.to_fp8()
-            for weight in module.parameters():
-                use_huge_pages(weight.data)
+        if isinstance(module, Experts) and config.args.quantization == "fp8":
+            module.to_fp8()
         if isinstance(module, MoE):
             module.fused = config.args.fused_moe
         # A chain of small operations in one kernel rounds to the model's dtype once instead of after each.
         for name in getattr(module, "fused_methods", ()) if config.compile else ():
             setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
+    for weight in model.parameters():
+        use_huge_pages(weight.data)
     return model.eval()

@@ -7,6 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from moe_optimizer.errors import KernelUnavailableError
 from moe_optimizer.log import get_logger
@@ -56,6 +57,21 @@ def kernels() -> ModuleType:
     if module is None:
         raise KernelUnavailableError(reason, hint=_BUILD_HINT)
     return module
+
+
+@functools.cache
+def calls(name: str) -> Any:
+    """Return the compiled class `name` for torch's tensors, which it reads itself.
+
+    None where it cannot: the module is not built, or torch hands tensors out in another way than from 2.10 on.
+    """
+    import torch
+
+    module, _ = import_kernels()
+    try:
+        return None if module is None else getattr(module, name)(torch.Tensor)
+    except ValueError:
+        return None
 
 
 def best_isa() -> str:

@@ -7,11 +7,9 @@ equal call but for the number of tokens and the addresses of what belongs to the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
@@ -24,18 +22,12 @@ AnyInputs = Inputs | tuple[Tensor | str | None, ...]
 """`Inputs`, or a plain tuple of the same, which takes a third of the time to make."""
 
 
-@functools.cache
 def known() -> Any:
     """Return the calls that are remembered: `KnownCalls` of the compiled module.
 
-    None where it cannot read tensors: it is not built, or torch hands them out in another way than from 2.10 on. Every
-    call is then checked and described.
+    None where it cannot read tensors (`_load.calls`): every call is then checked and described.
     """
-    module, _ = _load.import_kernels()
-    try:
-        return None if module is None else module.KnownCalls(torch.Tensor)
-    except ValueError:
-        return None
+    return _load.calls("KnownCalls")
 
 
 def again(inputs: AnyInputs, out: Tensor, zeros: Zeros = ()) -> bool:

@@ -7,7 +7,6 @@ in another order than torch's, so 16-bit dtypes, which agree with transformers b
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     if not _computes(x_TH):
         return None
     out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
-    return (out_TH, sum_TH) if compiled().add_rms_norm(x_TH, residual_TH, weight_H, eps, sum_TH, out_TH) else None
+    return (out_TH, sum_TH) if _compiled().add_rms_norm(x_TH, residual_TH, weight_H, eps, sum_TH, out_TH) else None
 
 
 def turn_heads(
@@ -34,12 +33,12 @@ def turn_heads(
     if not _computes(x_TNd):
         return False
     q_weight, k_weight = weights or (None, None)
-    return compiled().turn_heads(x_TNd, num_heads, q_weight, k_weight, eps, *rope)
+    return _compiled().turn_heads(x_TNd, num_heads, q_weight, k_weight, eps, *rope)
 
 
 def store_rows(source_TKd: Tensor, slots_T: Tensor, target_BSKd: Tensor) -> bool:
     """Copy the row of each token to its slot: block * block size + place in the block; -1 is not copied. Any dtype."""
-    return _reads(source_TKd) and compiled().store_rows(source_TKd, slots_T, target_BSKd)
+    return _reads(source_TKd) and _compiled().store_rows(source_TKd, slots_T, target_BSKd)
 
 
 def _computes(x: Tensor) -> bool:
@@ -47,14 +46,8 @@ def _computes(x: Tensor) -> bool:
 
 
 def _reads(x: Tensor) -> bool:
-    return x.is_cpu and not torch.compiler.is_compiling() and compiled() is not None
+    return x.is_cpu and not torch.compiler.is_compiling() and _compiled() is not None
 
 
-@functools.cache
-def compiled() -> Any:
-    """Return the compiled functions, None where there are none or they cannot read this torch's tensors."""
-    module, _ = _load.import_kernels()
-    try:
-        return None if module is None else module.TokenRowCalls(torch.Tensor)
-    except ValueError:
-        return None
+def _compiled() -> Any:
+    return _load.calls("TokenRowCalls")

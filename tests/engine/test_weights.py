@@ -21,7 +21,11 @@ from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.model_runner import load_model
 from moe_optimizer.engine.tokenizer import generation_defaults, load_tokenizer
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.ops.few_rows import MOST_ROWS
 from tests.engine.tiny_models import write_model
+
+MANY = MOST_ROWS + 1
+"""Rows that our own product of few rows leaves to torch and oneDNN."""
 
 
 def parameters(folder: Path, **arguments: Any) -> dict[str, Tensor]:
@@ -160,7 +164,7 @@ def test_logits_come_from_a_copy_for_onednn_where_it_multiplies_the_dtype(
         model = load_model(EngineConfig.resolve(args))
         has_product = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         assert (model.head.packed is not None) == (has_product and torch.backends.mkldnn.is_available())
-        hidden = torch.randn(3, model.config.hidden_size, dtype=model.head.weight.dtype)
+        hidden = torch.randn(MANY, model.config.hidden_size, dtype=model.head.weight.dtype)
         with torch.inference_mode():
             got, want = model.logits(hidden).double(), hidden.double() @ model.head.weight.double().T
         assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.05)
@@ -170,7 +174,7 @@ def test_logits_come_from_a_copy_for_onednn_where_it_multiplies_the_dtype(
 def test_logits_are_of_the_weight_as_it_is_now(tiny_model: Callable[..., Path]) -> None:
     args = EngineArgs(model=str(tiny_model("qwen3")), dtype="float32", device="cpu", skip_tokenizer_init=True)
     model = load_model(EngineConfig.resolve(args))
-    hidden = torch.randn(3, model.config.hidden_size)
+    hidden = torch.randn(MANY, model.config.hidden_size)
     with torch.inference_mode():
         before = model.logits(hidden)
         model.head.weight.mul_(2.0)
@@ -189,7 +193,7 @@ def test_large_matrices_are_computed_from_copies(dtype: str, tiny_model: Callabl
     copied = {"float32": True, "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported(), "float16": False}[dtype]
     for module in _wide(tiny_model, dtype):
         assert (module.packed is not None) == copied
-        x = torch.randn(3, module.weight.shape[1]).to(module.weight.dtype)
+        x = torch.randn(MANY, module.weight.shape[1]).to(module.weight.dtype)
         with torch.inference_mode():
             got, want = module.multiplied(x), torch.nn.functional.linear(x, module.weight)
         # Half precision keeps the bits of transformers, which multiplies so.
@@ -229,7 +233,7 @@ def test_a_torch_without_the_product_of_onednn_gives_the_same_logits_and_says_so
     ops = {each: op for each, op in (ops | {name: there}).items() if op is not None}
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**ops))
     model = load_model(EngineConfig.resolve(args))
-    hidden = torch.randn(3, model.config.hidden_size)
+    hidden = torch.randn(MANY, model.config.hidden_size)
     assert model.head.packed is None
     assert ("no oneDNN product" in caplog.text) == torch.backends.mkldnn.is_available()
     with torch.inference_mode():

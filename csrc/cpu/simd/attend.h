@@ -16,8 +16,8 @@
 #include <type_traits>
 
 #include "../attention_kernels.h"
-#include "../number_formats.h"
 #include "activation.h"
+#include "load_fp32.h"
 
 namespace moeopt {
 namespace {
@@ -27,27 +27,6 @@ constexpr int kHeadsAtOnce = 2;    // 8 sums, 2 queries and a key: they fit 16 r
 constexpr int kVectorsAtOnce = 4;  // 8 sums, 4 values and 2 weights
 constexpr int64_t kLeastTileKeys = 16;
 constexpr int64_t kTileBytes = 1 << 16;  // of its keys, and again of its values
-
-template <typename Simd>
-typename Simd::Vec load_as_fp32(const float* p) {
-  return Simd::load(p);
-}
-template <typename Simd>
-typename Simd::Vec load_as_fp32(const BFloat16* p) {
-  return Simd::load_bf16(p);
-}
-template <typename Simd>
-typename Simd::Vec load_as_fp32(const Float16* p) {
-  return Simd::load_fp16(p);
-}
-
-// The first `count` of a register, zeros behind them.
-template <typename Simd, typename T>
-typename Simd::Vec load_part(const T* p, int64_t count) {
-  T part[Simd::kLanes] = {};
-  std::memcpy(part, p, count * sizeof(T));
-  return load_as_fp32<Simd>(part);
-}
 
 // Where the keys of a tile lie for key/value head 0, as elements from the beginning of the cache. Filled up with the
 // last one.

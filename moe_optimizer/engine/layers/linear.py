@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.errors import InputError, described
 from moe_optimizer.log import get_logger
-from moe_optimizer.ops import use_huge_pages
+from moe_optimizer.ops import few_rows, use_huge_pages
 
 _log = get_logger(__name__)
 
@@ -61,7 +61,9 @@ class Matrix(Layer):
     _packed_version = 0
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """Return x @ weight.T + bias; few rows in float32, where bits need not be torch's, by our own kernel."""
+        if x.dtype is torch.float32 and (y := few_rows.product(x, self.weight, bias)) is not None:
+            return y
         if self.packed is not None and self.weight._version != self._packed_version:
             self.pack()
         if self.packed is None:
