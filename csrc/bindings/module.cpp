@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/decode_calls.h"
 #include "bindings/few_row_calls.h"
 #include "bindings/from_python.h"
 #include "bindings/known_calls.h"
@@ -131,6 +132,11 @@ PYBIND11_MODULE(_kernels, module) {
       .def("turn_heads", &TokenRowCalls::turn_heads, py::arg("x"), py::arg("num_heads"), py::arg("q_weight"),
            py::arg("k_weight"), py::arg("eps"), py::arg("cos"), py::arg("sin"))
       .def("store_rows", &TokenRowCalls::store_rows, py::arg("source"), py::arg("slots"), py::arg("target"));
+  py::class_<DecodeCalls>(module, "DecodeCalls", "Layers of a few decoding tokens in one call each.")
+      .def(py::init<const py::handle&>(), py::arg("tensor_type"))
+      .def("attention", &DecodeCalls::attention, py::arg("x"), py::arg("qkv"), py::arg("qkv_bias"), py::arg("q_norm"),
+           py::arg("k_norm"), py::arg("eps"), py::arg("cos"), py::arg("sin"), py::arg("cache"), py::arg("slots"),
+           py::arg("tables"), py::arg("lengths"), py::arg("o"), py::arg("o_bias"), py::arg("out"));
   py::class_<FewRowCalls>(module, "FewRowCalls", "Products of few rows with a matrix.")
       .def(py::init<const py::handle&>(), py::arg("tensor_type"))
       .def(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from moe_optimizer.engine.attention import backend
 from moe_optimizer.engine.attention.backend import AttentionBackend, make_backend
 from moe_optimizer.engine.attention.paged import PagedAttention
 from moe_optimizer.engine.attention.sdpa import SdpaAttention
+from moe_optimizer.engine.layers.attention import Attention
 from moe_optimizer.engine.packed_batch import PackedBatch, Prefill
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.ops import _load, kernels_available
+from moe_optimizer.ops import _load, decode_attention, kernels_available
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_TRITON = pytest.mark.skipif(
@@ -73,6 +74,39 @@ def make_step(spans: list[tuple[int, int]], block_size: int) -> PackedBatch:
         prefills=tuple(prefills),
         block_size=block_size,
     )
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
+def test_a_few_decodes_are_computed_in_one_call_with_the_bits_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch, qk_norm: Any
+) -> None:
+    config = SimpleNamespace(
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        rms_norm_eps=1e-6,
+        attention_bias=True,
+    )
+    batch = make_step(STEPS["decodes"], block_size=4)
+    torch.manual_seed(0)
+    layer = Attention(config, qk_norm)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    layer.backend = PagedAttention()
+    cache = torch.randn(layer.kv_cache_shape(int(batch.block_tables_SN.max()) + 1, 4))
+    x_TC, rope = torch.randn(len(batch.slots_T), 48), (torch.randn(len(batch.slots_T), 1, 24),) * 2
+    found = []
+    # The backend takes part in the steps alone.
+    for owner, name in ((layer.backend, "attend"), (decode_attention, "computed")):
+        layer.kv_cache = cache.clone()
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(owner, name, lambda *_, **__: None)
+            found.append((layer(x_TC, rope, batch), layer.kv_cache))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(layer.kv_cache, cache)
 
 
 def expected(q_THd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:

@@ -118,8 +118,7 @@ def _store(k, v, keys, values, slots, k_stride, v_stride, width, WIDTH: tl.const
 # 16 and of any other number, and all combinations of them, while requests wait.
 @triton.jit(do_not_specialize=["table_stride", "first", "count"])
 def _attend(
-    q, keys, values, out, parts, lse,
-    tables, lengths, query_starts, q_stride, table_stride, first, count, scale,
+    q, keys, values, out, parts, lse, tables, lengths, query_starts, q_stride, table_stride, first, count, scale,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,10 +184,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _join(
-    parts, lse, out, count,
-    H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+def _join(parts, lse, out, count, H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
     """Add up the parts of one head of one decode, each with its share of the probability."""
     place = tl.program_id(0) * H + tl.program_id(1)
     split = tl.arange(0, SPLITS)
