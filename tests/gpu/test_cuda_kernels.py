@@ -193,7 +193,7 @@ def test_mxfp4_weights_are_exact_in_e4m3_wherever_their_scales_lie(exponent):
     problem.w2_scale.fill_(125)
     problem.w2_scale[..., ::2] = 112
     want = run(problem, MXFP4).clone().float()
-    problem.w2_scale += exponent - 125
+    problem.w2_scale.add_(exponent - 125)
     expected = torch.ldexp(want, torch.tensor(exponent - 125, device="cuda")).bfloat16().float()
     assert torch.equal(run(problem, MXFP4).float(), expected)
 

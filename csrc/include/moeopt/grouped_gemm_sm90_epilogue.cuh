@@ -142,12 +142,8 @@ MOEOPT_DEVICE float largest_of(const float* four) {
                      max_abs_f32(float_from_bits(v.z), float_from_bits(v.w)));
 }
 
-// 16 of the 64 staged rows of a token, in their order: a warp's 16 rows.
-MOEOPT_DEVICE Vec4 load_quantized(const Staging& staging, int n, int chunk) {
-  const Vec4 v = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(n, chunk));
-  return {prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes), prmt(v.z, v.w, kOddBytes)};
-}
-// In the order of e4m3_position: rows 4 chunk .. 4 chunk + 3 of each of the four warps.
+// 16 of the 64 staged rows of a token in the order of e4m3_position: rows 4 chunk .. 4 chunk + 3 of each of the four
+// warps.
 MOEOPT_DEVICE Vec4 load_quantized_for_mxfp4(const Staging& staging, int n, int chunk) {
   uint32_t words[4];
   MOEOPT_UNROLL
@@ -168,7 +164,13 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
   const int token = thread / 4, chunk = thread % 4;
   // Of this thread: every 32nd token, 16 rows.
   const int count = kMxfp4 || first + chunk * 16 < args.rows ? tile.count - token : 0;
-  const int64_t stride = kMxfp4 ? args.out_stride : args.rows;
+  const auto stride = [&] {
+    if constexpr (kMxfp4) {
+      return args.out_stride;
+    } else {
+      return args.rows;
+    }
+  }();
   uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * stride + first + chunk * 16;
   bar_sync(1 + staging.warpgroup, 128);  // all threads have read the buffer's last contents
   find_largest<kColumns>(values, staging);
@@ -206,12 +208,19 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
     for (int j = 0; j < kAtOnce / 32; ++j) {
       if (part + 32 * j >= kColumns) continue;
       const int n = token + 32 * j;
-      rows[j] = kMxfp4 ? load_quantized_for_mxfp4(staging, n, chunk) : load_quantized(staging, n, chunk);
+      rows[j] = kMxfp4 ? load_quantized_for_mxfp4(staging, n, chunk)
+                       : *reinterpret_cast<const Vec4*>(staging.quantized_chunk(n, chunk));
     }
     MOEOPT_UNROLL
     for (int j = 0; j < kAtOnce / 32; ++j) {
       const int n = part + 32 * j;
-      if (n < kColumns && n < count) *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * stride) = rows[j];
+      const Vec4 v = rows[j];
+      if (n < kColumns && n < count) {
+        *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * stride) =
+            kMxfp4 ? v
+                   : Vec4{prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes),
+                          prmt(v.z, v.w, kOddBytes)};
+      }
     }
   }
 }
