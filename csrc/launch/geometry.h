@@ -128,9 +128,9 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
     launch.num_stages = wanted_stages > 0 ? wanted_stages : std::min(8, (kSharedLimit - kFixed) / kPerStage);
     launch.shared_bytes = kFixed + launch.num_stages * kPerStage;
   });
-  // The math warps' release trails: BF16 and kMxfp4 release stage s once s + 1 is issued, FP8 once s + 1 is there.
-  // Warps that keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
-  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8 && kMode != GemmMode::kMxfp4;
+  // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
+  // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
+  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8;
   expect_at_least("grouped_gemm: ring stages", launch.num_stages, kReleasesAtOnce ? 1 : 2);
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.

@@ -34,7 +34,7 @@
 //
 // Barriers and the arrivals that open them:
 //   full[stage]   128 + 1: every producer thread once its copies have landed, and thread 0 with the TMA byte count;
-//                 kMxfp4, kDown: + 96, the threads of the token warps once more when their ratios are stored
+//                 kMxfp4, kDown: + 32, the first warp's threads once more when their ratios are stored
 //   empty[stage]  8, one per math warp; paired: 16
 //   full[slot]    1, of the work queue
 // Producers wait for work and empty stages, math warps for work and full stages. The math warps' fence after their wait
@@ -138,6 +138,41 @@ struct StageScales {
       const int n = thread_index() + 32 * i;
       if (n < columns) scales[kRatioOffset + token_scale_place(n)] = before[i] * rcp_approx(now[i]);
       before[i] = now[i];
+    }
+  }
+};
+
+// kMxfp4, kDown: the same ratios before each of the two 128 of K of a stage. Read when they are needed, which is a ring
+// of stages before they are used: this warp has no registers to keep scales from step to step.
+template <int kTokens>
+struct StageRatios {
+  static constexpr int kPerLane = (kTokens + 31) / 32;
+
+  const float* token_scale;
+  int groups, columns;
+
+  MOEOPT_DEVICE StageRatios(const GemmArgs& args, const TokenTile& tile, int /*row_tile*/)
+      : token_scale(args.token_scale + static_cast<int64_t>(tile.begin) * ceil_div(args.depth, 128)),
+        groups(ceil_div(args.depth, 128)), columns(tile.count) {}
+  MOEOPT_DEVICE void load(int) {}
+  MOEOPT_DEVICE void store(float* ratios, int step) {
+    MOEOPT_NO_UNROLL
+    for (int piece = 0; piece < 2; ++piece) {
+      // Behind the last group, and before the first, where all sums are zero, the ratio is 1.
+      const int group = 2 * step + piece, before = group > 0 && group < groups ? 1 : 0;
+      float now[kPerLane], last[kPerLane];
+      MOEOPT_UNROLL
+      for (int i = 0; i < kPerLane; ++i) {
+        const int n = thread_index() + 32 * i;
+        const float* scale = token_scale + n * groups + (group < groups ? group : groups - 1);
+        now[i] = n < columns ? ld_global_cg(scale) : 1.0f;
+        last[i] = n < columns ? ld_global_cg(scale - before) : 1.0f;
+      }
+      MOEOPT_UNROLL
+      for (int i = 0; i < kPerLane; ++i) {
+        const int n = thread_index() + 32 * i;
+        if (n < columns) ratios[piece * kMxfp4Ratios + token_scale_place(n)] = last[i] * rcp_approx(now[i]);
+      }
     }
   }
 };
@@ -290,6 +325,9 @@ MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const WorkTile& work) {
   wait_ld_acquire(&args.tiles[work.token_tile].row_tiles_done, ceil_div(args.depth, kBoxRows));
 }
 
+template <GemmMode kMode, bool kUp>
+constexpr bool kHasMxfp4Ratios = kMode == GemmMode::kMxfp4 && !kUp;
+
 // The first producer warp: the work queue, weights, and scales.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
@@ -304,8 +342,10 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
   TileSignals signals(args, queue, num_steps);
   if (fills_queue) filler.push(filler.scheduler.first());
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
-    if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, work);
-    StageScales<kMode, kTokens, kUp> scales(args, work.tile(), work.row_tile);
+    if (StageScales<kMode, kTokens, kUp>::kHasRatios || kHasMxfp4Ratios<kMode, kUp>) wait_for_rows(args, work);
+    using Scales =
+        std::conditional_t<kHasMxfp4Ratios<kMode, kUp>, StageRatios<kTokens>, StageScales<kMode, kTokens, kUp>>;
+    Scales scales(args, work.tile(), work.row_tile);
     StageExponents exponents;
     if constexpr (Shape::kMxfp4) exponents = StageExponents::of<kUp>(args, work);
     StageInt4Factors factors;
@@ -320,6 +360,11 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       if constexpr (Shape::kMxfp4) {
         exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
+        if constexpr (kHasMxfp4Ratios<kMode, kUp>) {
+          auto* behind = ring.data() + Shape::kScaleOffset + Shape::kBoxes * kBoxRows * Shape::kExponentBytes;
+          scales.store(reinterpret_cast<float*>(behind) + kMxfp4Ratios, step);
+          mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
+        }
       } else if constexpr (Shape::kInt4) {
         factors.copy(args.int4, ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
@@ -339,25 +384,6 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
 
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr int kTokenThreads = kProducerThreads - 32;
-
-template <GemmMode kMode, bool kUp>
-constexpr bool kHasMxfp4Ratios = kMode == GemmMode::kMxfp4 && !kUp;
-
-// kMxfp4, kDown: the ratios of StageScales, before each of the two 128 of K of a stage, by the warps that copy tokens.
-// Behind the last group, and before the first, where all sums are zero, a ratio is 1.
-MOEOPT_DEVICE void store_ratios(const GemmArgs& args, const TokenTile& tile, int step, float* ratios) {
-  const int groups = ceil_div(args.depth, 128), first = 2 * step;
-  const int before = first > 0 ? first - 1 : 0, second = first + 1 < groups ? first + 1 : first;
-  MOEOPT_NO_UNROLL
-  for (int n = thread_index() - 32; n < tile.count; n += kTokenThreads) {
-    const float* scales = args.token_scale + static_cast<int64_t>(tile.begin + n) * groups;
-    const float now = ld_global_cg(scales + first), last = ld_global_cg(scales + before);
-    const float next = ld_global_cg(scales + second);
-    ratios[token_scale_place(n)] = last * rcp_approx(now);
-    ratios[kMxfp4Ratios + token_scale_place(n)] = now * rcp_approx(next);
-  }
-}
-
 constexpr int kRowsAtOnce = kTokenThreads / 8;
 
 // Copies a thread's 16 bytes of `rounds` rows into one stage. kSure: a lower bound of `rounds`.
@@ -444,10 +470,6 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
         cp_async_4(scales + token_scale_place(thread + i * kTokenThreads), args.token_scale + source);
       }
       cp_async_mbarrier_arrive(ring.full + ring.stage);
-      if constexpr (kHasMxfp4Ratios<kMode, kUp>) {
-        store_ratios(args, tile.tile(), step, scales + kMxfp4Ratios);
-        mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
-      }
       ring.advance();
     }
   }
@@ -560,7 +582,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     prefetch_tensormap(&map0);
     prefetch_tensormap(&map1);
     for (int s = 0; s < args.num_stages; ++s) {
-      mbarrier_init(barriers + s, kProducerThreads + 1 + (kHasMxfp4Ratios<kMode, kUp> ? kTokenThreads : 0));
+      mbarrier_init(barriers + s, kProducerThreads + 1 + (kHasMxfp4Ratios<kMode, kUp> ? 32 : 0));
       mbarrier_init(barriers + args.num_stages + s, (args.paired ? 2 : 1) * (kGemmThreads - kProducerThreads) / 32);
     }
     for (int place = 0; place < kQueueSlots; ++place) mbarrier_init(queue.full + place, 1);

@@ -372,28 +372,24 @@ MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale, 
   }
 }
 
-// All stages, MXFP4 weights and E4M3 tokens, added by the tensor cores. A piece of 128 along K is 4 steps of K = 32 of
-// operand 0, then of operand 1; weights of a step are converted while those of the step before are multiplied, from
-// stage to stage too: a stage is released once products of the next have begun. kTokenScale: tokens have a scale per
-// 128 of K, so the sums of an operand are rescaled before each piece, while the other operand is multiplied.
+// All stages, MXFP4 weights and E4M3 tokens, added by the tensor cores. As multiply_stages_of_four_bits, with steps of
+// K = 32. kTokenScale: tokens have a scale per 128 of K, so the sums are rescaled before each: those of one operand
+// while the other is multiplied.
 template <int kColumns, bool kTokenScale, typename Stages>
 MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfLane& of_lane,
                                          const LargestExponents& largest, float (&sum0)[kColumns / 2],
                                          float (&sum1)[kColumns / 2]) {
   constexpr int kExponentBytes = Stages::Shape::kExponentBytes;
   const int lane = thread_index() % 32, swizzle = lane / 4;
-  constexpr int kBuffers = kColumns > 96 ? 2 : 4;                // as registers allow
-  const uint32_t half_sign = kHalfSign | largest.rows[0] >> 31;  // see e4m3_of_e2m1
-  uint32_t weights[kBuffers][4];
-  const auto token_scales = [&](const unsigned char* stage) {
-    return reinterpret_cast<const float*>(stage + Stages::Shape::kScaleOffset + 2 * kBoxRows * kExponentBytes);
+  uint32_t a0[2][4], a1[2][4];
+  const auto token_scales = [&] {
+    return reinterpret_cast<const float*>(stages.ring.data() + Stages::Shape::kScaleOffset +
+                                          2 * kBoxRows * kExponentBytes);
   };
-  int before = -1;
   for (int step = 0; step < stages.num_steps; ++step) {
     stages.open();
-    const unsigned char* stage = stages.ring.data();
     const uint64_t b = matrix_descriptor(stages.tokens());
-    MOEOPT_NO_UNROLL
+    MOEOPT_UNROLL
     for (int piece = 0; piece < 2; ++piece) {
       Vec4 rows[2][2];
       E4m3Magnitudes magnitudes[2][2];
@@ -401,9 +397,11 @@ MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfL
       MOEOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int a = i / 2, half = i % 2, row = stages.stage_row(a) + lane / 4 + 8 * half;
-        rows[a][half] = *reinterpret_cast<const Vec4*>(stage + row * 128 + (((4 * piece + lane % 4) ^ swizzle) << 4));
+        rows[a][half] =
+            *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 + (((4 * piece + lane % 4) ^ swizzle) << 4));
         const auto* words =
-            reinterpret_cast<const uint32_t*>(stage + Stages::Shape::kScaleOffset + row * kExponentBytes) + piece;
+            reinterpret_cast<const uint32_t*>(stages.ring.data() + Stages::Shape::kScaleOffset + row * kExponentBytes) +
+            piece;
         // Behind a row's last group lie the next row's exponents, but only zero weights. Rows 8 apart have the same
         // skew, so one selector serves both; rows 64 apart likewise.
         const uint32_t selector = of_lane.selectors[kTokenScale ? 0 : a][0];
@@ -415,51 +413,55 @@ MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfL
         MOEOPT_UNROLL
         for (int i = 0; i < 4; ++i) magnitudes[i / 2][i % 2] = e4m3_magnitudes_below(below[i / 2][i % 2]);
       }
-      const auto turn = [&](int a, int w) {
-        const Vec4 low = rows[a][0], high = rows[a][1];
-        uint32_t lows[2], highs[2];
-        e4m3_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, magnitudes[a][0], half_sign, lows);
-        e4m3_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, magnitudes[a][1], half_sign, highs);
-        weights[w % kBuffers][0] = lows[0];
-        weights[w % kBuffers][1] = highs[0];
-        weights[w % kBuffers][2] = lows[1];
-        weights[w % kBuffers][3] = highs[1];
-      };
-      const auto multiply = [&](auto operand, float (&sum)[kColumns / 2]) {
-        constexpr int a = decltype(operand)::value;
-        MOEOPT_UNROLL
-        for (int w = 0; w < 4; ++w) {
-          turn(a, w);
-          if (kTokenScale && w == 0) {
-            // ptxas serialises products whose sums are read while any of the round before are in flight. Those of this
-            // operand are done before the other's last.
-            wgmma_wait_group<a == 0 ? 0 : kBuffers - 1>();
-            touch_all(sum);
-            scale_columns(sum, token_scales(stage) + kMxfp4Ratios * (1 + piece), 1.0f);
-            touch_all(sum);
-          }
+      MOEOPT_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        const auto turn = [&](int a, uint32_t (&to)[4]) {
+          const Vec4 low = rows[a][0], high = rows[a][1];
+          uint32_t lows[2], highs[2];
+          e4m3_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, magnitudes[a][0], lows);
+          e4m3_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, magnitudes[a][1], highs);
+          to[0] = lows[0];
+          to[1] = highs[0];
+          to[2] = lows[1];
+          to[3] = highs[1];
+        };
+        turn(0, a0[w % 2]);
+        turn(1, a1[w % 2]);
+        const uint64_t tokens = advance_descriptor(b, piece * Stages::kTokensInStage * 128 + w * 32);
+        if (kTokenScale && w == 0) {
+          wgmma_wait_group<0>();
+          const float* ratios = token_scales() + kMxfp4Ratios * (1 + piece);
+          touch_all(sum0);
+          touch_all(sum1);
+          scale_columns(sum0, ratios, 1.0f);
           wgmma_fence();
-          wgmma_e4m3(sum, weights[w % kBuffers], advance_descriptor(b, piece * Stages::kTokensInStage * 128 + w * 32),
-                     1);
+          wgmma_e4m3(sum0, a0[w % 2], tokens, 1);
           wgmma_commit_group();
-          wgmma_wait_group<kBuffers - 1>();  // so the registers that are written next are free
+          scale_columns(sum1, ratios, 1.0f);
+          touch_all(sum1);
+          wgmma_fence();
+          wgmma_e4m3(sum1, a1[w % 2], tokens, 1);
+          wgmma_commit_group();
+          continue;
         }
-      };
-      multiply(std::integral_constant<int, 0>(), sum0);
-      if (piece == 0 && before >= 0) stages.release(before);  // its last products are done, as are those of sum1
-      multiply(std::integral_constant<int, 1>(), sum1);
+        wgmma_fence();
+        wgmma_e4m3(sum0, a0[w % 2], tokens, 1);
+        wgmma_e4m3(sum1, a1[w % 2], tokens, 1);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
+      }
     }
-    before = stages.ring.stage;
+    wgmma_wait_group<0>();
+    if (step == stages.num_steps - 1) {
+      touch_all(sum0);
+      touch_all(sum1);
+      scale_columns(sum0, token_scales(), 1.0f);
+      scale_columns(sum1, token_scales(), 1.0f);
+    }
+    bar_warp_sync();
+    stages.release(stages.ring.stage);
     stages.ring.advance();
   }
-  wgmma_wait_group<0>();
-  touch_all(sum0);
-  touch_all(sum1);
-  const float* last = token_scales(stages.ring.stages + before * stages.ring.stage_bytes);
-  scale_columns(sum0, last, 1.0f);
-  scale_columns(sum1, last, 1.0f);
-  bar_warp_sync();
-  stages.release(before);
 }
 
 // All stages of a tile, BF16. A stage is released when the products of the next one are in flight.
