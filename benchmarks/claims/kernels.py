@@ -9,6 +9,7 @@ from benchmarks.claims.claim import Claim, Table, cases
 
 _CHECKS = "2026-11-20_h200_checks"
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
+_E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
 _INT4 = "2026-11-24_h100_int4_experts"
 _DECODE_CHECK = "2026-11-23_epyc_decode_check"
 _DECODE_H100 = "2026-11-23_h100_decode_check"
@@ -90,6 +91,36 @@ def mxfp4_share(record: Any, others: str, most_tokens: int) -> list[float]:
     return [min(shares), max(shares)]
 
 
+_E4M3_LAYERS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-120b": "gpt-oss-120b"}
+
+
+def _e4m3_times(record: Any, layer: str, tokens: str) -> dict[str, float]:
+    """Medians in us of every side of a layer of MXFP4 weights."""
+    name = _E4M3_LAYERS[layer]
+    for case in record["printed"]["cases"]:
+        if (case["shape"], case["tokens"]) == (name, int(tokens)):
+            return case["median_us"]
+    (case,) = [
+        each for each in cases(record, dtype="mxfp4") if (each["shape"]["name"], each["tokens"]) == (name, int(tokens))
+    ]
+    return {side: times["median_us"] for side, times in case["sides"].items()}
+
+
+def e4m3_beside_bf16(record: Any, layer: str, tokens: str) -> list[float]:
+    """Times in us of MXFP4 weights in BF16 and in E4M3 products, the fastest tile of either, and their ratio."""
+    times = _e4m3_times(record, layer, tokens)
+    kept, rounded = (
+        min(us for side, us in times.items() if side.startswith(names))
+        for names in ("grouped-mxfp4_weights-", "grouped-mxfp4-n")
+    )
+    return [kept, rounded, kept / rounded]
+
+
+def _e4m3_beside_marlin(record: Any) -> list[float]:
+    found = [(_e4m3_times(record, "Qwen3-30B-A3B", each)["marlin"], each) for each in ("1024", "2048", "4096")]
+    return [us for us, _ in found] + [us / e4m3_beside_bf16(record, "Qwen3-30B-A3B", each)[1] for us, each in found]
+
+
 def _int4_beside_marlin(record: Any, tokens: str) -> list[float]:
     """Time in us of Marlin's kernels and of the fastest of ours, and how many times as fast: groups of 128 and 32."""
     row = []
@@ -146,6 +177,14 @@ CLAIMS = [
     Claim("docs/kernels.md", "{0.41} to {0.94} of the time of vLLM's Marlin", (_MXFP4,),
           lambda found: mxfp4_share(found, "marlin", 4096)),
     Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_INT4,), _int4_beside_marlin),
+    Table("docs/kernels.md", "| layer | tokens | products", "**MXFP4.**", 2, (_E4M3,), e4m3_beside_bf16),
+    Claim("docs/kernels.md", "errors up to {4.57} %", (_E4M3,),
+          lambda found: [100 * max(each["error"] for each in found["errors"])]),
+    Claim("docs/kernels.md", "Marlin took {536.4}, {881.6} and {1613.5} us for Qwen3-30B-A3B's layer at 1024, 2048 and "
+          "4096 tokens: {2.46}, {2.58} and {2.85} times as long", (_E4M3,), _e4m3_beside_marlin),
+    Claim("docs/kernels.md", "Our FP8 kernels took {1370.0} us", (_E4M3,),
+          lambda found: [min(side["median_us"] for each in cases(found, dtype="fp8") if each["tokens"] == 4096
+                             for side in each["sides"].values())]),
     Claim("docs/kernels.md", "{0.69} to {0.93} of our FP8 kernels'", (_MXFP4,),
           lambda found: mxfp4_share(found, "fp8", 1024)),
     Claim("docs/kernels.md", "up to 1024 and {1.45} at 4096", (_MXFP4,),
