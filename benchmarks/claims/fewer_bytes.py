@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table
-from benchmarks.claims.kernels import mxfp4_share
+from benchmarks.claims.kernels import e4m3_beside_bf16, mxfp4_share
 
 _SERVED = "2026-11-21_h200_served"
 _QUALITY = ("2026-11-20_h200_fp8_quality", "2026-11-21_h200_fp8_quality_wide")
@@ -14,6 +14,7 @@ _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _FOUR_BIT = "2026-11-24_epyc_four_bit"
 _FOUR_BIT_SERVED = "2026-11-23_h100_four_bit_served"
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
+_E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
 _H100 = "2026-11-22_h100_served"
 _KV_CACHE = "2026-11-24_h100_kv_cache_served"
 _FOUR_BIT_H200 = "2026-11-24_h200_four_bit_fp8_served"
@@ -152,6 +153,8 @@ CLAIMS = [
           ("2026-11-24_h200_stock_served",),
           lambda found: [load["tpot_ms"]["median"] for load in found["sides"][0]["loads"]]
           + [load["output_tokens_per_s"] for load in found["sides"][0]["loads"]]),
+    Claim("docs/passes/four_bit.md", "a layer was {1.14} times as fast at 4096 tokens", (_E4M3,),
+          lambda found: e4m3_beside_bf16(found, "Qwen3-30B-A3B", "4096")[2:]),
     Claim("docs/passes/four_bit.md", "our FP8 kernels are {1.45} times as fast", (_MXFP4,),
           lambda found: mxfp4_share(found, "fp8", 4096)[1:]),
     Table("docs/passes/sparsity_24.md", "| experts |", "**Evidence.**", 1, (_SPARSITY,), sparsity),

@@ -20,6 +20,8 @@ def why_not_in_four_bits(ctx: PlanContext) -> str:
         return "the model has no experts"
     if section.format == INT4 and ctx.device != "cpu":
         return "our kernels read INT4 on the CPU only: on GPUs the format is mxfp4"
+    if section.activations == "fp8" and ctx.device == "cpu":
+        return "on the CPU our kernels keep the activations as they are, found four_bit.activations fp8"
     if section.format == MXFP4 and section.group != MXFP4_GROUP:
         return f"mxfp4 has a scale per {MXFP4_GROUP} weights, found group {section.group} (format int4 has it)"
     if model.expert_format in (INT4, MXFP4):

@@ -200,6 +200,9 @@ class FourBitSection(PassSection):
     sensitivity: str | None = None
     """File of that share for every layer, as measured on a text; null: each layer is measured on synthetic tokens
     while it is loaded."""
+    activations: Literal["bf16", "fp8"] = "bf16"
+    """fp8: in steps of many tokens the experts' inputs are rounded to E4M3 too, on GPUs; of MXFP4 checkpoints too that
+    our kernels read."""
 
 
 class Sparsity24Section(PassSection):

@@ -12,6 +12,7 @@ from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
 from moe_optimizer.passes.flash_dmoe.fused_router import with_fused_router
 from moe_optimizer.passes.flash_dmoe.questions import (
     found_tables,
+    layer_shape,
     open_questions,
     questions,
     stored_weights,
@@ -270,14 +271,21 @@ class FlashDmoe(OptimizationPass):
 
 def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange, ...], str]:
     """Return the table of experts that our kernels alone read, which of them for how many tokens, and why in words."""
-    table = table_of_ours_alone(ctx)
+    table, shape, weights = table_of_ours_alone(ctx), layer_shape(ctx), stored_weights(ctx)[0]
+    rounded = weights == MXFP4 and ctx.profile.passes.four_bit.activations == "fp8"
+    from_tokens = speeds.rounded_from(shape.num_global_experts, shape.top_k) if rounded else None
     if table is None:
         by_arithmetic = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
-        return None, speeds.unmeasured(stored_weights(ctx)[0]), by_arithmetic
-    ranges = fastest_ranges(table.rows)
-    gains = [row.stock_us / min(row.ours_us.values()) for row in table.rows]
+        ranges = speeds.unmeasured(weights, rounded_from=from_tokens)
+        return None, ranges, f"{by_arithmetic}{speeds.rounding_in_words(ranges)}"
+    rows = table.rows if rounded else speeds.without_rounded(table.rows)
+    ranges = fastest_ranges(rows)
+    if from_tokens is not None:
+        ranges = speeds.with_rounded(ranges, from_tokens)
+    gains = [row.stock_us / min(row.ours_us.values()) for row in rows]
     against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's Marlin on such weights"
-    return table, ranges, f"measured on {table.device}: {speeds.uses_in_words(ranges)}, {against}"
+    used = f"{speeds.uses_in_words(ranges)}, {against}{speeds.rounding_in_words(ranges)}"
+    return table, ranges, f"measured on {table.device}: {used}"
 
 
 def _nothing_but_questions(ctx: PlanContext) -> FlashDmoeParams:

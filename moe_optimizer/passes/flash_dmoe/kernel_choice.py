@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from moe_optimizer.plan.decision import Gain
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
@@ -22,15 +24,55 @@ _DIRECT_TOKENS = {MXFP4: 8, INT4: 64}
 benchmarks/records/2026-11-23_h100_mxfp4_experts.json and 2026-11-24_h100_int4_experts.json)."""
 
 
-def unmeasured(weights: str) -> tuple[TokenRange, ...]:
+_MXFP4_IN_E4M3 = "grouped-mxfp4"
+"""Rounds the activations. With a tile in a name: grouped-mxfp4-n96."""
+_E4M3_FROM_TOKENS_PER_EXPERT = 32
+"""Slower at 8 and 16 tokens per expert, faster at 32 (gpt-oss-120b's layer) and from 64 on (Qwen3-30B-A3B's), on an
+H100 (benchmarks/records/2026-11-26_h100_mxfp4_in_e4m3.json)."""
+
+
+def unmeasured(weights: str, *, rounded_from: int | None = None) -> tuple[TokenRange, ...]:
     """Return which kernels read weights that only ours read, where nothing was measured: the tile is chosen by the
-    tokens of an expert.
+    tokens of an expert. From `rounded_from` tokens in a step on, kernels that round activations; None: nowhere.
     """
     four_bits, _, _ = weights.partition("_")
-    return (
+    ranges = (
         TokenRange(up_to=_DIRECT_TOKENS[four_bits], use="direct"),
         TokenRange(up_to=ANY_NUMBER, use=f"grouped-{four_bits}_weights"),
     )
+    return ranges if rounded_from is None or four_bits != MXFP4 else with_rounded(ranges, rounded_from)
+
+
+def rounded_from(experts: int, top_k: int) -> int:
+    """Return the tokens in a step from which E4M3 pays for MXFP4 weights, where nothing else is known."""
+    return -(-_E4M3_FROM_TOKENS_PER_EXPERT * experts // top_k)
+
+
+def with_rounded(ranges: Sequence[TokenRange], from_tokens: int) -> tuple[TokenRange, ...]:
+    """Return the ranges with the kernel that rounds activations from so many tokens on, if it is nowhere yet."""
+    if any(_rounds_mxfp4(each.use) for each in ranges):
+        return tuple(ranges)
+    below = [each for each in ranges if each.up_to < from_tokens]
+    cut = replace(ranges[len(below)], up_to=from_tokens - 1)
+    last = TokenRange(up_to=ANY_NUMBER, use=_MXFP4_IN_E4M3)
+    return (*below, *([cut] if cut.up_to > (below[-1].up_to if below else 0) else []), last)
+
+
+def without_rounded(rows: Sequence[TokenSpeeds]) -> tuple[TokenSpeeds, ...]:
+    """Return the rows without kernels of MXFP4 weights that round activations."""
+    return tuple(
+        replace(row, ours_us={use: us for use, us in row.ours_us.items() if not _rounds_mxfp4(use)}) for row in rows
+    )
+
+
+def rounding_in_words(ranges: Sequence[TokenRange]) -> str:
+    """Return from how many tokens on MXFP4 kernels round activations: "; from 513 tokens on ..."; "": nowhere."""
+    starts = [below.up_to + 1 for below, each in pairwise(ranges) if _rounds_mxfp4(each.use)]
+    return f"; from {starts[0]} tokens on activations are rounded to E4M3 (four_bit.activations)" if starts else ""
+
+
+def _rounds_mxfp4(use: str) -> bool:
+    return use == _MXFP4_IN_E4M3 or use.startswith(f"{_MXFP4_IN_E4M3}-")
 
 
 def uses_in_words(ranges: Sequence[TokenRange]) -> str:

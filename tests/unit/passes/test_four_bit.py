@@ -77,6 +77,7 @@ def test_int4_is_converted_with_the_bits_of_its_groups(group: int, bits: float):
         ({"model": dataclasses.replace(tiny_moe(), moe_intermediate_size=96)}, "multiples of 64"),
         ({"profile": with_section(format="mxfp4", group=64)}, "mxfp4 has a scale per 32"),
         ({"software": software("cpu", cpu_ops=("fused_experts",))}, "int4_experts has no CPU kernel"),
+        ({"profile": with_section(activations="fp8")}, "activations fp8"),
     ],
 )
 def test_what_has_no_int4_kernel_or_no_whole_groups_is_refused(changes: dict[str, Any], why: str):
@@ -275,6 +276,37 @@ def test_a_table_of_these_kernels_on_this_layer_decides_whatever_it_compares_the
     use = kernel_for(experts.params_as(FlashDmoeParams).dispatch["mxfp4"], 64)
     assert use == ("grouped-mxfp4_weights-n16" if taken else "grouped-mxfp4_weights")
     assert experts.evidence == (("a record",) if taken else ())
+
+
+ROUNDED = {"four_bit": {"activations": "fp8"}}
+ROUNDED_TABLE = measured(
+    "mxfp4",
+    TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 20.0}),
+    TokenSpeeds(tokens=1024, stock_us=100.0, ours_us={"grouped-mxfp4_weights-n64": 50.0, "grouped-mxfp4-n96": 40.0}),
+)
+
+
+def used_at(tokens: int, *tables: KernelSpeeds, profile: Any = None) -> str:
+    """Return the kernel of experts in four bits at a number of tokens."""
+    return kernel_for(
+        on_a_gpu(*tables, profile=profile)["flash_dmoe"].params_as(FlashDmoeParams).dispatch["mxfp4"], tokens
+    )
+
+
+def test_activations_are_rounded_only_where_the_profile_asks_for_it_however_fast_that_is():
+    assert used_at(1024, ROUNDED_TABLE) == "grouped-mxfp4_weights-n64"
+    profile = profile_with("balanced", ROUNDED)
+    assert used_at(1024, ROUNDED_TABLE, profile=profile) == "grouped-mxfp4-n96"
+    assert "from 2 tokens on activations are rounded" in on_a_gpu(ROUNDED_TABLE, profile=profile)["flash_dmoe"].reason
+    assert "rounded" not in on_a_gpu(ROUNDED_TABLE)["flash_dmoe"].reason
+
+
+def test_where_that_was_not_measured_activations_are_rounded_from_32_tokens_per_expert():
+    profile = profile_with("balanced", ROUNDED)
+    used = [used_at(tokens, profile=profile) for tokens in (8, 9, 511, 512, ANY_NUMBER)]
+    assert used == ["direct", *2 * ["grouped-mxfp4_weights"], *2 * ["grouped-mxfp4"]]
+    used = [used_at(tokens, MXFP4_TABLE, profile=profile) for tokens in (1, 511, 512)]
+    assert used == ["direct", "grouped-mxfp4_weights-n16", "grouped-mxfp4"]
 
 
 def test_layers_that_stay_in_bf16_are_ours_where_that_was_measured_to_be_faster():
