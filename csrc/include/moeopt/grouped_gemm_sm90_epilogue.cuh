@@ -154,6 +154,12 @@ MOEOPT_DEVICE Vec4 load_quantized_for_mxfp4(const Staging& staging, int n, int c
   return {words[0], words[1], words[2], words[3]};
 }
 
+// Bytes from a row that store_quantized writes to the next. Asked for at each use: held, it changes FP8's machine code.
+template <bool kMxfp4>
+MOEOPT_DEVICE int64_t quantized_stride(const GemmArgs& args) {
+  return kMxfp4 ? args.out_stride : args.rows;
+}
+
 // Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.
 // kMxfp4: in the order of e4m3_position; rows past the end are zeros and fill up the last 128.
 template <int kColumns, int kStagedTokens, bool kMxfp4>
@@ -164,14 +170,8 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
   const int token = thread / 4, chunk = thread % 4;
   // Of this thread: every 32nd token, 16 rows.
   const int count = kMxfp4 || first + chunk * 16 < args.rows ? tile.count - token : 0;
-  const auto stride = [&] {
-    if constexpr (kMxfp4) {
-      return args.out_stride;
-    } else {
-      return args.rows;
-    }
-  }();
-  uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * stride + first + chunk * 16;
+  uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * quantized_stride<kMxfp4>(args) +
+                 first + chunk * 16;
   bar_sync(1 + staging.warpgroup, 128);  // all threads have read the buffer's last contents
   find_largest<kColumns>(values, staging);
   bar_sync(3, 256);
@@ -216,7 +216,7 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
       const int n = part + 32 * j;
       const Vec4 v = rows[j];
       if (n < kColumns && n < count) {
-        *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * stride) =
+        *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * quantized_stride<kMxfp4>(args)) =
             kMxfp4 ? v
                    : Vec4{prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes),
                           prmt(v.z, v.w, kOddBytes)};
