@@ -65,8 +65,7 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
-        qkv_TNd = qkv.unflatten(-1, (-1, self.head_dim))
-        qk_TNd, v_TKd = qkv_TNd.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        qk_TNd, v_TKd = qkv.unflatten(-1, (-1, self.head_dim)).tensor_split([self.num_heads + self.num_kv_heads], dim=1)
         # In place: the product is nobody else's.
         if not token_rows.turn_heads(qk_TNd, self.num_heads, rope, weights, self.eps):
             qk_TNd = self.turned(qk_TNd, *rope)

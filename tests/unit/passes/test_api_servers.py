@@ -17,8 +17,11 @@ FLAG = "--api-server-count"
 MANY = {"clients": 512, "batch_size": 512, "input_tokens": 512, "output_tokens": 128}
 
 
+AUTO = {"mode": "auto"}
+
+
 def plan(layout: str = "tp4", **asked: Any) -> Plan:
-    changes: dict[str, Any] = {**MANY, **asked}
+    changes: dict[str, Any] = {**MANY, "profile": profile_with(passes={"api_servers": AUTO}), **asked}
     return make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), layout=layout, **changes))
 
 
@@ -69,8 +72,18 @@ def test_the_users_own_number_is_predicted_and_stays_where_it_is():
     assert found.decision("api_servers").status is Status.ON
 
 
+def test_the_users_own_number_is_predicted_where_the_pass_is_off_too():
+    found = plan(vllm_args=(FLAG, "2"), profile=profile_with())
+    assert (found.serve_args.count(FLAG), estimate(found).api_servers) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["conservative", "balanced", "aggressive", "throughput"])
+def test_no_shipped_profile_takes_several_by_itself(name):
+    assert estimate(plan(profile=profile_with(name))).api_servers == 1
+
+
 def test_a_profile_says_how_many():
-    found = plan(clients=1, profile=profile_with(passes={"api_servers": {"count": 3}}))
+    found = plan(clients=1, profile=profile_with(passes={"api_servers": {**AUTO, "count": 3}}))
     assert found.serve_args.count(FLAG) == 3
 
 
