@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
-from benchmarks.serving.plans import plan_here, served  # noqa: E402
+from benchmarks.serving.plans import compiled_by, plan_here, served  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
@@ -102,7 +102,7 @@ def measure(plan: Plan, passes: frozenset[str]) -> dict[str, Any]:
     """Serve one plan and load it at every concurrency."""
     with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
         model = ServerClient(info.base_url).models()[0]
-        loads = load_at(info.base_url, model, plan.model.vocab_size, ROUNDS)
+        loads = load_at(info.base_url, model, plan.model.vocab_size, ROUNDS, compiled=compiled_by(info))
         return {
             **served(plan, info, passes),
             "proofs": {

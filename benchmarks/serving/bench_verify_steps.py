@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.bench_speculation import drafted  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at  # noqa: E402
-from benchmarks.serving.plans import free_port, plan_here, served  # noqa: E402
+from benchmarks.serving.plans import compiled_by, free_port, plan_here, served  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.draft_model import read_draft  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
@@ -165,7 +165,8 @@ def measured(plan: Plan, drafts: int, *, ready_timeout_s: float) -> dict[str, An
         loads = {}
         for clients, requests in ROUNDS.items():
             before = drafted(info)
-            found = load_at(info.base_url, model, plan.model.vocab_size, {clients: requests})[clients]
+            asked = {clients: requests}
+            found = load_at(info.base_url, model, plan.model.vocab_size, asked, compiled=compiled_by(info))[clients]
             loads[clients] = {**found, **step_of(found, drafted_between(before, drafted(info)))}
         return {
             **served(plan, info, ("speculation", "flash_dmoe", "fp8", "four_bit")),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.software import read_software
 from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.measure.bench.compilations import compilations
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -50,6 +53,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def compiled_by(info: ServerInfo) -> Callable[[], int]:
+    """Return what counts how much a server compiled so far, as `bench` does."""
+    return functools.partial(compilations, (info.run_dir,), os.environ)
 
 
 def vllm_version() -> str | None:
