@@ -64,7 +64,7 @@ def decode_text(kind: type[T], text: str, *, origin: str, schema_version: int, h
         text: the file's content.
         origin: how messages name the file.
         schema_version: the only one that is read.
-        hint: what to do about a file of another version.
+        hint: what to do about a file of another version, or without a field.
 
     Raises:
         InputError: not JSON, another schema version, or see `decode`.
@@ -78,11 +78,11 @@ def decode_text(kind: type[T], text: str, *, origin: str, schema_version: int, h
     found = data.get("schema_version")
     if found != schema_version:
         raise InputError(f"{origin}: schema_version: got {found!r:.40}, expected {schema_version}", hint=hint)
-    return decode(kind, data, origin=origin)
+    return decode(kind, data, origin=origin, hint=hint)
 
 
-def decode(kind: type[T], data: object, *, origin: str) -> T:
-    """Build a `kind` (a dataclass) from JSON values.
+def decode(kind: type[T], data: object, *, origin: str, hint: str | None = None) -> T:
+    """Build a `kind` (a dataclass) from JSON values; `hint` says what to do about missing or unknown fields.
 
     Raises:
         InputError: a field is unknown, missing, of the wrong type or refused by its class; the message names `origin`
@@ -94,7 +94,7 @@ def decode(kind: type[T], data: object, *, origin: str) -> T:
         # As text: from Python values pydantic takes no list for a tuple, and no text for an enum, when it is strict.
         return _adapter(kind).validate_json(json.dumps(data), strict=True, extra="forbid")
     except ValidationError as error:
-        raise _input_error(error.errors(include_url=False), origin) from None
+        raise _input_error(error.errors(include_url=False), origin, hint) from None
 
 
 @cache
@@ -105,7 +105,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def _input_error(complaints: list[ErrorDetails], origin: str) -> InputError:
+def _input_error(complaints: list[ErrorDetails], origin: str, version_hint: str | None) -> InputError:
     """Return one complaint: of a union the one about the most likely member, an unknown field before missing ones."""
     unknown = "unexpected_keyword_argument"
     by_owner = Counter(each["loc"][:-1] for each in complaints)
@@ -117,10 +117,10 @@ def _input_error(complaints: list[ErrorDetails], origin: str) -> InputError:
     if isinstance(refusal, InputError):
         owner, problem, hint = [*owner, name], str(refusal), refusal.hint
     elif first["type"] == "missing":
-        problem = f"field {name!r} is missing"
+        problem, hint = f"field {name!r} is missing", version_hint
     elif first["type"] == unknown:
         missing = [str(each["loc"][-1]) for each in complaints if each["type"] == "missing"]
-        problem, hint = f"unknown field {name!r}", did_you_mean(str(name), missing)
+        problem, hint = f"unknown field {name!r}", did_you_mean(str(name), missing) or version_hint
     else:
         owner = [*owner, name]
     where = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in owner if each != "[key]")

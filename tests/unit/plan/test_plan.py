@@ -41,6 +41,15 @@ def test_a_damaged_plan_names_the_field(plan, change, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [lambda data: data.pop("num_gpus"), lambda data: data.update(zzz=1)])
+def test_a_plan_of_another_version_is_to_be_made_again(plan, change):
+    data = json.loads(plan.to_json())
+    change(data)
+    with pytest.raises(InputError) as caught:
+        Plan.from_json(json.dumps(data), origin="f")
+    assert "make the plan again" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(InputError, match="JSON"):
