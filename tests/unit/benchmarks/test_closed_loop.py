@@ -29,7 +29,7 @@ def streaming_server() -> Iterator[tuple[str, list[tuple[int, ...]]]]:
             self.end_headers()
             self.wfile.write(b"data: {}\n\ndata: {}\n\ndata: [DONE]\n\n")
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
