@@ -229,7 +229,7 @@ class Passes(Section):
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()
     tuned_configs: TunedConfigsSection = TunedConfigsSection()
     parallelism: ParallelismSection = ParallelismSection()
-    api_servers: ApiServersSection = ApiServersSection()
+    api_servers: ApiServersSection = ApiServersSection(mode="off")
     graph_capture: GraphCaptureSection = GraphCaptureSection()
     kv_cache: KvCacheSection = KvCacheSection()
     disaggregation: PassSection = PassSection()

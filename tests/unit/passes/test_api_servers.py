@@ -11,6 +11,7 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutEstimate
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
+from moe_optimizer.profiles.schema import Profile
 from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 
 FLAG = "--api-server-count"
@@ -80,6 +81,11 @@ def test_the_users_own_number_is_predicted_where_the_pass_is_off_too():
 @pytest.mark.parametrize("name", ["conservative", "balanced", "aggressive", "throughput"])
 def test_no_shipped_profile_takes_several_by_itself(name):
     assert estimate(plan(profile=profile_with(name))).api_servers == 1
+
+
+def test_a_profile_that_does_not_name_it_takes_no_several():
+    profile = Profile(name="own", description="names no pass")
+    assert estimate(plan(profile=profile)).api_servers == 1
 
 
 def test_a_profile_says_how_many():
