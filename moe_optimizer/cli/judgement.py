@@ -15,6 +15,7 @@ from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import UNJUDGED, Status
 from moe_optimizer.plan.json_codec import decode_text, encode
+from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params, Sparsity24Params
 from moe_optimizer.resources import cache_dir
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _FOLDER = "quality"
 _MAX_BYTES = 1 << 16
 _WHERE_ONLY = ("--host", "--port")
 """Arguments that change no output."""
+_CONVERTED = (Fp8Params, FourBitParams, Sparsity24Params)
+"""Say which weights are converted, and to what."""
 
 logger = get_logger(__name__)
 
@@ -110,11 +113,14 @@ def _found(plan: Plan) -> Judgement | None:
 
 
 def _path(plan: Plan) -> Path:
-    """Return the file for plans of the same model, machine, vLLM, arguments and decisions, whatever their reasons."""
+    """Return the file for plans of the same model, machine, vLLM, arguments, decisions and weights."""
     decided = [(each.pass_name, each.status.value, each.value) for each in plan.decisions]
+    # The words of a decision leave out groups, kept layers and what is rounded.
+    converted = [encode(each.params) for each in plan.decisions if isinstance(each.params, _CONVERTED)]
+    activations = plan.profile["passes"]["four_bit"]["activations"]
     gpu = plan.hardware.gpu.name if plan.hardware.gpu and plan.num_gpus else None
     what = [
-        encode(plan.model), gpu, plan.num_gpus, plan.vllm_version, decided,
+        encode(plan.model), gpu, plan.num_gpus, plan.vllm_version, decided, converted, activations,
         list(plan.serve_args.without(*_WHERE_ONLY).words),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

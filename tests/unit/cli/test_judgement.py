@@ -110,6 +110,22 @@ def test_nothing_else_switches_them_on(judged: PlanRequest, asked: PlanRequest, 
     assert planned(asked).decision("four_bit").status is Status.OFF
 
 
+@pytest.mark.parametrize(
+    "section",
+    [{"group": 128}, {"keep_bf16_layers": ["layers.0"]}, {"max_layer_error": 0.01}],
+    ids=", ".join,
+)
+def test_a_judgement_of_other_weights_is_of_another_plan(section: dict[str, Any]) -> None:
+    four_bit = {"mode": "on", "format": "int4", "group": 32}
+    judgement.keep(planned(tiny(profile_with("throughput", {"four_bit": four_bit}))), quality_result())
+    same, other = (
+        judgement.with_judgement(planned(tiny(profile_with("throughput", {"four_bit": four_bit | each}))))
+        for each in ({}, section)
+    )
+    assert UNJUDGED not in same.decision("four_bit").reason
+    assert UNJUDGED in other.decision("four_bit").reason
+
+
 def test_a_result_without_numbers_allows_nothing() -> None:
     judgement.keep(planned(tiny(wishes=BY_FLAG)), quality_result(kl_mean=Estimate(None, None, None)))
     assert planned(tiny()).decision("four_bit").status is Status.OFF
