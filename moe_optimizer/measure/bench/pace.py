@@ -29,17 +29,22 @@ class Pace:
         self._took: defaultdict[str, list[float]] = defaultdict(list)
         self._began = self._since = time.monotonic()
         self._running = ""
+        self._told = 0.0
 
     def expect(self, kinds: Iterable[str]) -> None:
         """Add parts that are to do."""
         self._left.update(kinds)
 
     def begin(self, kind: str) -> float:
-        """End the part that runs, begin one of this kind, and return the share of the run's time that is over."""
+        """End the part that runs, begin one of this kind, and return the share of the run's time that is over.
+
+        It never falls: where parts last longer than was known, or are sent again, it stands still.
+        """
         self.end()
         self._left[kind] = max(0, self._left[kind] - 1)
         self._running = kind
-        return self._share()
+        self._told = max(self._told, self._share())
+        return self._told
 
     def end(self) -> None:
         """End the part that runs, if any."""

@@ -50,6 +50,19 @@ def test_what_passes_between_two_parts_belongs_to_neither(now: list[float]) -> N
     assert pace.begin("1 clients") == 50 / (50 + 20)
 
 
+def test_the_share_never_falls(now: list[float]) -> None:
+    pace = Pace(["1 clients", *["8 clients"] * 2, "1 clients"])
+    pace.begin("1 clients")
+    now[0] = 10.0
+    told = pace.begin("8 clients")
+    assert told == 10 / 40  # the others are taken to last as long
+    now[0] = 110.0
+    pace.expect(["8 clients"] * 3)  # a round lasted ten times as long, and three are sent again
+    assert pace.begin("8 clients") == told
+    now[0] = 1110.0
+    assert pace.begin("8 clients") > told
+
+
 def test_a_round_that_is_sent_again_is_one_more(now: list[float]) -> None:
     pace = Pace(["1 clients"])
     pace.begin("1 clients")
