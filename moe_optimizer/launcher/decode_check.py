@@ -46,10 +46,10 @@ _COMPARED = 16
 """Chosen: tokens that are compared at least, at each batch size."""
 _SETTLED = 4
 """Chosen: decode steps that all requests of a batch share before those that are compared."""
-_TOP = 5
+TOP = 5
 """Chosen: log-probabilities that are asked; vLLM gives 20 at most by default."""
-_FLAT = 0.2
-"""Chosen: where the best five tokens lie closer together, as with dummy weights, nothing can be told."""
+FLAT = 0.2
+"""Chosen: nats. Where the best `TOP` tokens lie closer together, as with dummy weights, nothing can be told."""
 _NOT_A_NUMBER = "JSON compliant"
 """In vLLM's answer when it should give a log-probability that is not a number."""
 
@@ -301,7 +301,7 @@ class _Asked:
             farther = max(best.values(), key=lambda value, place=place: abs(value - place.logprob))
             found.append(best.get(place.token, farther))
             spreads.append(max(best.values()) - min(best.values()))
-        if statistics.median(spreads) < _FLAT:
+        if statistics.median(spreads) < FLAT:
             raise _NotAskedError("the model finds all tokens about as likely, as with dummy weights")
         return found
 
@@ -312,7 +312,7 @@ class _Asked:
         self._salt += 1
         body = {
             "model": self._model, "prompt": prompts, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "logprobs": _TOP, "return_tokens_as_token_ids": True, "cache_salt": f"decode check {self._salt}",
+            "logprobs": TOP, "return_tokens_as_token_ids": True, "cache_salt": f"decode check {self._salt}",
         }  # fmt: skip
         try:
             choices = self._client.completions(body, timeout_s=left)

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from moe_optimizer.launcher.decode_check import FLAT, TOP
 from moe_optimizer.measure.quality.distributions import Distributions
 from moe_optimizer.measure.quality.divergence import Differences, compare, compare_generated
 from moe_optimizer.measure.quality.intervals import Estimate, estimate, exp_mean, mean, p99
 from moe_optimizer.measure.quality.probes import Probe
 from moe_optimizer.measure.quality.result import BatchResult
 
-_BEST = 5
-_FLAT = 0.2
-"""Chosen: nats between the likeliest tokens, as the decode check has it."""
 Answers = Mapping[str, Distributions]
 """By the probe's key."""
 
@@ -92,6 +90,6 @@ def is_flat(answers: Answers) -> bool:
     """Return whether the best tokens of most positions are about as likely, as those of random weights are."""
     spreads = []
     for found in answers.values():
-        best = -np.sort(-found.logprobs, axis=1)[:, :_BEST]
+        best = -np.sort(-found.logprobs, axis=1)[:, :TOP]
         spreads.append(best[:, 0] - np.where(np.isneginf(best), np.inf, best).min(axis=1))
-    return bool(np.median(np.concatenate(spreads)) < _FLAT)
+    return bool(np.median(np.concatenate(spreads)) < FLAT)
