@@ -12,14 +12,9 @@ import torch
 from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
-from moe_optimizer.ops.cuda_variants import (
-    DirectVariant,
-    Variant,
-    candidate_variants,
-    choose_variant,
-    rounds_activations,
-)
+from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, candidate_variants, choose_variant
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from moe_optimizer.specs.kernel_speeds import rounds_activations
 
 Call = Callable[[], torch.Tensor]
 """Runs one call on the current stream and returns its output."""

@@ -164,12 +164,6 @@ def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False) -> tuple
     return tuple(chosen)
 
 
-def rounds_activations(name: str) -> bool:
-    """Return whether the variant of this name quantises the activations to FP8."""
-    variant = variant_named(name)
-    return isinstance(variant, GroupedVariant) and variant.mode in (GemmMode.FP8, GemmMode.MXFP4)
-
-
 def variant_named(name: str) -> Variant:
     """Return the variant whose `str` is `name`.
 

@@ -8,11 +8,11 @@ import torch
 
 from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
-from moe_optimizer.ops.cuda_variants import Variant, rounds_activations, variant_named
+from moe_optimizer.ops.cuda_variants import Variant, variant_named
 from moe_optimizer.ops.expert_inputs import columns_of, holds_mxfp4
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.specs.expert_formats import int4_weights
-from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds, rounds_activations
 
 
 def measured_variant(problem: CudaProblem) -> Variant | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,14 @@ ANY_NUMBER = 1 << 30
 MARGIN = 0.02
 """Chosen: a kernel of ours is used where it takes at least 2 % less than vLLM's. Below that the order of two medians
 changes from run to run (benchmarks/records)."""
+
+
+_ROUNDS = re.compile("grouped-(fp8|mxfp4)([-/].*)?")
+
+
+def rounds_activations(use: str) -> bool:
+    """Return whether the kernel of this name quantises the activations to FP8; "grouped-mxfp4-n96" does."""
+    return _ROUNDS.fullmatch(use) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,11 @@ from moe_optimizer.ops.cuda_variants import (
     GemmMode,
     GroupedVariant,
     Variant,
-    rounds_activations,
 )
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.measured_variant import measured_variant
 from moe_optimizer.ops.topk_router import topk_router
+from moe_optimizer.specs.kernel_speeds import rounds_activations
 from tests.kernel_emulator import Case, assert_close, make_case
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations
+from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.specs.kernel_speeds import TokenRange, kernel_for
+from moe_optimizer.specs.kernel_speeds import TokenRange, kernel_for, rounds_activations
 from tests.plugin_state import own_session
 
 pytestmark = [

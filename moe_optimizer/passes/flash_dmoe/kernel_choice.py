@@ -15,6 +15,7 @@ from moe_optimizer.specs.kernel_speeds import (
     TokenRange,
     TokenSpeeds,
     kernel_for,
+    rounds_activations,
     token_ranges,
 )
 from moe_optimizer.specs.quantity import Quantity, Source
@@ -25,7 +26,7 @@ benchmarks/records/2026-11-23_h100_mxfp4_experts.json and 2026-11-24_h100_int4_e
 
 
 _MXFP4_IN_E4M3 = "grouped-mxfp4"
-"""Rounds the activations. With a tile in a name: grouped-mxfp4-n96."""
+"""Rounds the activations."""
 _E4M3_FROM_TOKENS_PER_EXPERT = 32
 """Slower at 8 and 16 tokens per expert, faster at 32 (gpt-oss-120b's layer) and from 64 on (Qwen3-30B-A3B's), on an
 H100 (benchmarks/records/2026-11-26_h100_mxfp4_in_e4m3.json)."""
@@ -50,7 +51,7 @@ def rounded_from(experts: int, top_k: int) -> int:
 
 def with_rounded(ranges: Sequence[TokenRange], from_tokens: int) -> tuple[TokenRange, ...]:
     """Return the ranges with the kernel that rounds activations from so many tokens on, if it is nowhere yet."""
-    if any(_rounds_mxfp4(each.use) for each in ranges):
+    if any(rounds_activations(each.use) for each in ranges):
         return tuple(ranges)
     below = [each for each in ranges if each.up_to < from_tokens]
     cut = replace(ranges[len(below)], up_to=from_tokens - 1)
@@ -59,20 +60,17 @@ def with_rounded(ranges: Sequence[TokenRange], from_tokens: int) -> tuple[TokenR
 
 
 def without_rounded(rows: Sequence[TokenSpeeds]) -> tuple[TokenSpeeds, ...]:
-    """Return the rows without kernels of MXFP4 weights that round activations."""
+    """Return the rows without kernels that round activations."""
     return tuple(
-        replace(row, ours_us={use: us for use, us in row.ours_us.items() if not _rounds_mxfp4(use)}) for row in rows
+        replace(row, ours_us={use: us for use, us in row.ours_us.items() if not rounds_activations(use)})
+        for row in rows
     )
 
 
 def rounding_in_words(ranges: Sequence[TokenRange]) -> str:
-    """Return from how many tokens on MXFP4 kernels round activations: "; from 513 tokens on ..."; "": nowhere."""
-    starts = [below.up_to + 1 for below, each in pairwise(ranges) if _rounds_mxfp4(each.use)]
+    """Return from how many tokens on kernels round activations: "; from 513 tokens on ..."; "": nowhere."""
+    starts = [below.up_to + 1 for below, each in pairwise(ranges) if rounds_activations(each.use)]
     return f"; from {starts[0]} tokens on activations are rounded to E4M3 (four_bit.activations)" if starts else ""
-
-
-def _rounds_mxfp4(use: str) -> bool:
-    return use == _MXFP4_IN_E4M3 or use.startswith(f"{_MXFP4_IN_E4M3}-")
 
 
 def uses_in_words(ranges: Sequence[TokenRange]) -> str:

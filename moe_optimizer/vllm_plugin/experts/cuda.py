@@ -13,9 +13,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_variants import rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange
+from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, TokenRange, rounds_activations
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import ALIGNMENT, CudaLayer
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served

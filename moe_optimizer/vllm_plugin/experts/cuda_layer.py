@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from moe_optimizer.ops import cuda_dispatch
-from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
+from moe_optimizer.ops.cuda_variants import variant_named
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.proof.record import LayerProof
-from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for, rounds_activations
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, NotCheckedError, check_layer
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations, variant_named
+from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, variant_named
+from moe_optimizer.specs.kernel_speeds import rounds_activations
 
 
 def sizes(tokens: int, weight_bits: int) -> MoeSizes:
