@@ -10,9 +10,9 @@
 Layouts joined by + are started at once on the same GPUs, each with an equal share of their memory (with the shares of
 `tp1x2:0.6+tp2:0.3`), and then loaded in turns; groups follow each other. Arguments after a layout are its own:
 "tp4+tp4 --api-server-count 4". The record is written after each group: a run
-that is cut keeps what it has, of layouts that failed or took too long the loads that they answered, and the same
-command with the same file goes on behind them. --dry-run starts nothing: it prints what would run, and what the plan
-predicts. What did not start at once with others starts again alone.
+that is cut keeps what it has, of layouts that failed or took too long the loads that they answered. The same command
+with the same file measures what is missing: layouts and loads without all of their rounds. --dry-run starts nothing: it
+prints what would run, and what the plan predicts. What did not start at once with others starts again alone.
 """
 
 from __future__ import annotations
@@ -96,19 +96,54 @@ def recorded(options: Any, vllm_args: list[str]) -> int:
     """Measure what the record does not have yet."""
     end = time.monotonic() + options.total_s
     record = begun(options)
-    waiting = groups(options.layouts, options.port)
+    waiting, layouts = groups(options.layouts, options.port), record["layouts"]
     while waiting:
         group = waiting.pop(0)
-        todo = [each for each in group if "error" in record["layouts"].get(each.name, {"error": "not measured yet"})]
+        lacking = {each: missing(layouts.get(each.name, {}), options) for each in group}
+        todo = [each for each in group if lacking[each]]
         if todo:
-            record["layouts"] |= measured(todo, options, vllm_args, end=end)
+            clients = [each for each in clients_of(options) if any(each in lacking[entry] for entry in todo)]
+            found = measured(todo, clients, options, vllm_args, end=end)
+            for entry in todo:
+                layouts[entry.name] = together_with(layouts.get(entry.name, {}), found[entry.name], options)
             write_atomically(options.out, json.dumps(record, indent=1) + "\n")
         for each in todo:
-            show(each.name, record["layouts"][each.name])
-        if len(todo) > 1 and not any(record["layouts"][each.name]["loads"] for each in todo):
+            show(each.name, layouts[each.name])
+        if len(todo) > 1 and not any(layouts[each.name]["loads"] for each in todo):
             # One that does not start takes the others with it.
             waiting = [*([each] for each in todo), *waiting]
-    return int(any("error" in found for found in record["layouts"].values()))
+    return int(any(missing(found, options) for found in layouts.values()))
+
+
+def clients_of(options: Any) -> list[int]:
+    """Return the numbers of clients that are asked for."""
+    return list(map(int, options.clients.split(",")))
+
+
+def missing(found: dict[str, Any], options: Any) -> list[int]:
+    """Return the numbers of clients of which a layout does not have all rounds."""
+    rounds = {load["clients"]: load["rounds"] for load in found.get("loads", ())}
+    return [each for each in clients_of(options) if rounds.get(each, 0) < options.repetitions]
+
+
+def together_with(earlier: dict[str, Any], found: dict[str, Any], options: Any) -> dict[str, Any]:
+    """Return what a start found, with the loads of which an earlier one has more rounds.
+
+    Why a start ended is no error where nothing is missing: its time may be over while the servers stop.
+    """
+    new = {load["clients"]: load for load in found["loads"]}
+    kept = {
+        load["clients"]: load
+        for load in earlier.get("loads", ())
+        if load["rounds"] > new.get(load["clients"], {"rounds": 0})["rounds"]
+    }
+    loads = new | kept
+    both = found | {"loads": [loads[each] for each in clients_of(options) if each in loads]}
+    if kept:
+        both["clients_of_earlier_starts"] = sorted(kept)
+    if not missing(both, options):
+        both = {key: value for key, value in both.items() if key not in ("error", "log")}
+    return both
 
 
 def begun(options: Any) -> dict[str, Any]:
@@ -140,14 +175,16 @@ def begun(options: Any) -> dict[str, Any]:
     return found
 
 
-def measured(group: list[Entry], options: Any, vllm_args: list[str], *, end: float) -> dict[str, dict[str, Any]]:
-    """Return what each layout of a group does; with `error` where it did not do all of it."""
+def measured(
+    group: list[Entry], clients: list[int], options: Any, vllm_args: list[str], *, end: float
+) -> dict[str, dict[str, Any]]:
+    """Return what each layout of a group does with so many clients; with `error` where the run did not end well."""
     limit_s = min(options.layout_s, end - time.monotonic())
     if limit_s < LEAST_S:
         return {each.name: {"error": f"not started: {max(0, limit_s):.0f} s left", "loads": []} for each in group}
     folder = Path(tempfile.mkdtemp(prefix="layouts-"))
     workload = folder / "layouts.yaml"
-    workload.write_text(workload_text(options), encoding="utf-8")
+    workload.write_text(workload_text(clients, options), encoding="utf-8")
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:
         plans = list(pool.map(lambda each: write_plan(each, options, vllm_args, folder), group))
@@ -218,12 +255,12 @@ def logs(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(errors="replace")[-3000:] for path in paths}
 
 
-def workload_text(options: Any) -> str:
+def workload_text(clients: list[int], options: Any) -> str:
     """Return a workload of moe-optimizer bench."""
     return (
         "description: requests of one length\nrequests:\n"
         f"  - {{prompt: {_exactly(options.input_tokens)}, output: {_exactly(options.output_tokens)}}}\n"
-        f"clients: [{options.clients}]\nrequests_per_client: {options.requests_per_client}\n"
+        f"clients: {clients}\nrequests_per_client: {options.requests_per_client}\n"
     )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+from typing import Any
+
+import pytest
 
 from benchmarks.serving import bench_layouts, together
 from benchmarks.serving.layout_entries import groups, vllm_arguments
@@ -38,17 +42,68 @@ def test_servers_that_start_at_once_keep_compiled_graphs_apart(monkeypatch, tmp_
     assert seen == [(name, f"/caches/{name}") for name in ("tp4", "tp4-api-server-count-4")]
 
 
-def test_what_did_not_start_beside_others_starts_alone(monkeypatch, tmp_path) -> None:
-    tried = []
+def load(clients: int, rounds: int, rate: float = 100.0) -> dict[str, Any]:
+    """Return what a layout did with so many clients, as much of it as is read here."""
+    return {
+        "clients": clients, "rounds": rounds, "tpot_ms": {"median": 1.0}, "ttft_ms": {"median": 1.0},
+        "output_tokens_per_s": rate,
+    }  # fmt: skip
 
-    def measured(group, _options, _vllm_args, *, end):
-        del end
-        tried.append([each.name for each in group])
-        return {each.name: {"error": "ended", "loads": []} if len(group) > 1 else {"loads": []} for each in group}
 
-    monkeypatch.setattr(bench_layouts, "measured", measured)
-    monkeypatch.setattr(bench_layouts, "gpu_environment", dict)
-    words = ["bench_layouts.py", "--model", "m", "--out", str(tmp_path / "r.json"), "--layouts", "tp4+tp2x2,tp1x4"]
-    monkeypatch.setattr(sys, "argv", [*words, "--commit", "c"])
-    assert bench_layouts.main() == 0
-    assert tried == [["tp4", "tp2x2"], ["tp4"], ["tp2x2"], ["tp1x4"]]
+@pytest.fixture
+def run_of(monkeypatch, tmp_path):
+    """Return a function that runs the command with starts that find what is given, and returns its exit code, what was
+    started with which clients, and the record's layouts.
+    """
+
+    def run(layouts, *starts, clients="1,16"):
+        found, started = iter(starts), []
+
+        def measured(group, asked, _options, _vllm_args, *, end):
+            del end
+            started.append(([each.name for each in group], asked))
+            one = next(found)
+            return {each.name: dict(one) for each in group}
+
+        monkeypatch.setattr(bench_layouts, "measured", measured)
+        monkeypatch.setattr(bench_layouts, "gpu_environment", dict)
+        words = ["--model", "m", "--out", str(tmp_path / "r.json"), "--layouts", layouts, "--clients", clients]
+        monkeypatch.setattr(sys, "argv", ["bench_layouts.py", *words, "--commit", "c"])
+        code = bench_layouts.main()
+        return code, started, json.loads((tmp_path / "r.json").read_text())["layouts"]
+
+    return run
+
+
+ALL = {"loads": [load(1, 2), load(16, 2)]}
+LATE = {"error": "longer than 250 s", "log": {"err": "..."}}
+
+
+def test_what_did_not_start_beside_others_starts_alone(run_of) -> None:
+    code, started, _ = run_of("tp4+tp2x2,tp1x4", {"error": "ended", "loads": []}, ALL, ALL, ALL)
+    assert code == 0
+    assert [names for names, _ in started] == [["tp4", "tp2x2"], ["tp4"], ["tp2x2"], ["tp1x4"]]
+
+
+def test_layouts_with_all_their_rounds_are_measured_although_their_time_was_over_while_they_stopped(run_of) -> None:
+    code, _, layouts = run_of("tp4+tp4 --api-server-count 4", ALL | LATE)
+    assert code == 0
+    assert layouts == {"tp4": ALL, "tp4 --api-server-count 4": ALL}
+    _, started, _ = run_of("tp4+tp4 --api-server-count 4")
+    assert started == []
+
+
+def test_the_same_command_again_measures_the_loads_that_lack_rounds_and_keeps_the_others(run_of) -> None:
+    code, _, layouts = run_of("tp4", {"loads": [load(1, 2), load(16, 1)], **LATE})
+    assert code == 1
+    assert layouts["tp4"]["error"] == LATE["error"]
+    code, started, layouts = run_of("tp4", {"loads": [load(16, 2, 120.0)]})
+    assert (code, started) == (0, [(["tp4"], [16])])
+    assert layouts["tp4"] == {"loads": [load(1, 2), load(16, 2, 120.0)], "clients_of_earlier_starts": [1]}
+
+
+def test_a_later_start_that_was_cut_earlier_takes_no_rounds_away(run_of) -> None:
+    run_of("tp4", {"loads": [load(16, 1)], **LATE})
+    _, started, layouts = run_of("tp4", {"error": "not started: 3 s left", "loads": []})
+    assert started == [(["tp4"], [1, 16])]
+    assert layouts["tp4"]["loads"] == [load(16, 1)]
