@@ -79,18 +79,11 @@ class DecodeGraphs:
         numbers_4S[2] = -1
         token_ids, positions, slots, lengths = numbers_4S
         batch = PackedBatch(
-            copies=[],
-            token_ids_T=token_ids,
-            positions_T=positions,
-            slots_T=slots,
-            block_tables_SN=self._tables_SN[:size],
-            context_lengths_S=lengths,
-            query_starts_S1=self._starts_S1[: size + 1],
-            sampled=self._starts_S1[:size],
-            num_decodes=size,
-            prefills=(),
-            block_size=self._block_size,
-        )
+            copies=[], token_ids_T=token_ids, positions_T=positions, slots_T=slots,
+            block_tables_SN=self._tables_SN[:size], context_lengths_S=lengths,
+            query_starts_S1=self._starts_S1[: size + 1], sampled=self._starts_S1[:size],
+            num_decodes=size, prefills=(), block_size=self._block_size,
+        )  # fmt: skip
         # Twice outside: at the first call kernels are compiled and libraries make workspaces; the second raises at
         # what waits for the host, such as experts in plain torch, where a capture that fails leaves a broken stream.
         self._compute(batch)

@@ -22,11 +22,13 @@ from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
+from moe_optimizer.engine.sequence import Sequence
 from moe_optimizer.engine.weights import load_weights
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import use_huge_pages
 
 _log = get_logger(__name__)
+Numbers = np.ndarray
 _SLOW_START_S = 20.0
 """Chosen: what a user asks about."""
 _LEAST_PACKED = 1 << 18
@@ -75,44 +77,47 @@ class ModelRunner:
         return self.model.logits(hidden_SH)
 
     def prepare(self, step: SchedulerOutput) -> PackedBatch:
-        """Pack a step that the scheduler has made room for, in host memory."""
-        token_ids = [
-            sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.row
-            for sequence in step.decodes
-        ]
-        positions = [sequence.num_computed_tokens for sequence in step.decodes]
-        starts, sampled = list(range(len(positions) + 1)), list(range(len(positions)))
-        prefills: list[Prefill] = []
+        """Pack a step that the scheduler has made room for, in host memory: decodes, and prefills behind them."""
+        num_decodes, sequences = len(step.decodes), step.decodes + [sequence for sequence, _ in step.prefills]
+        token_ids, positions = self.prepare_decode(step)
+        more_ids, more_positions, prefills = self.prepare_prefill(step)
+        positions_T = np.array(positions + more_positions, np.int64)
+        starts_S1 = np.array([*range(num_decodes + 1), *(each.end for each in prefills)])
+        lengths_S = positions_T[starts_S1[1:] - 1] + 1
+        tables_SN, slots_T = self.slot_mapping(sequences, positions_T, np.diff(starts_S1))
+        return PackedBatch(
+            copies=step.copies, token_ids_T=torch.tensor(token_ids + more_ids, dtype=torch.int64),
+            positions_T=torch.from_numpy(positions_T), slots_T=torch.from_numpy(slots_T),
+            block_tables_SN=torch.from_numpy(tables_SN), context_lengths_S=torch.from_numpy(lengths_S),
+            query_starts_S1=torch.from_numpy(starts_S1), num_decodes=num_decodes, prefills=tuple(prefills),
+            sampled=torch.from_numpy(starts_S1[1:][lengths_S == [each.num_tokens for each in sequences]] - 1),
+            block_size=self.block_size,
+        )  # fmt: skip
+
+    def prepare_decode(self, step: SchedulerOutput) -> tuple[list[int], list[int]]:
+        """Return the one token id of each decode and its position; -1 - row for a token that is on the device still."""
+        ids = [each.token_ids[-1] if len(each.token_ids) == each.num_tokens else -1 - each.row for each in step.decodes]
+        return ids, [each.num_computed_tokens for each in step.decodes]
+
+    def prepare_prefill(self, step: SchedulerOutput) -> tuple[list[int], list[int], list[Prefill]]:
+        """Return token ids and positions of the prefills, and where each lies, packed one behind the other."""
+        token_ids, positions, prefills, begin = list[int](), list[int](), list[Prefill](), len(step.decodes)
         for sequence, count in step.prefills:
-            begin, computed = len(positions), sequence.num_computed_tokens
+            computed = sequence.num_computed_tokens
             token_ids += sequence.token_ids[computed : computed + count]
             positions += range(computed, computed + count)
             prefills.append(Prefill(begin, begin + count, computed))
-            starts.append(begin + count)
-            if computed + count == sequence.num_tokens:
-                sampled.append(begin + count - 1)
-        sequences = step.decodes + [sequence for sequence, _ in step.prefills]
+            begin += count
+        return token_ids, positions, prefills
+
+    def slot_mapping(self, sequences: list[Sequence], positions_T: Numbers, counts_S: Numbers) -> list[Numbers]:
+        """Return the block tables [S, N], filled up with block 0, and the slot [T] of each token in the KV cache."""
         tables = [sequence.block_table.block_ids for sequence in sequences]
         width = max(map(len, tables), default=0)
         rows = bytearray().join([table.tobytes().ljust(width * table.itemsize, b"\0") for table in tables])
-        block_tables_SN = np.frombuffer(rows, np.int32).reshape(len(tables), width)
-        positions_T, starts_S1 = np.array(positions, np.int64), np.array(starts)
-        blocks_T = block_tables_SN[
-            np.repeat(np.arange(len(tables)), np.diff(starts_S1)), positions_T // self.block_size
-        ]
-        return PackedBatch(
-            copies=step.copies,
-            token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
-            positions_T=torch.from_numpy(positions_T),
-            slots_T=torch.from_numpy(blocks_T * np.int64(self.block_size) + positions_T % self.block_size),
-            block_tables_SN=torch.from_numpy(block_tables_SN),
-            context_lengths_S=torch.from_numpy(positions_T[starts_S1[1:] - 1] + 1),
-            query_starts_S1=torch.from_numpy(starts_S1),
-            sampled=torch.tensor(sampled, dtype=torch.int64),
-            num_decodes=len(step.decodes),
-            prefills=tuple(prefills),
-            block_size=self.block_size,
-        )
+        tables_SN = np.frombuffer(rows, np.int32).reshape(len(tables), width)
+        blocks_T = tables_SN[np.repeat(np.arange(len(tables)), counts_S), positions_T // self.block_size]
+        return [tables_SN, blocks_T * np.int64(self.block_size) + positions_T % self.block_size]
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         return self.model(batch.following(self._sampled_S))
@@ -121,12 +126,9 @@ class ModelRunner:
     def _capture(self) -> DecodeGraphs:
         begun = time.monotonic()
         graphs = DecodeGraphs(
-            self._hidden,
-            capture_sizes(self.config.args.max_num_seqs),
-            max_blocks=-(-self.cache_size.max_model_len // self.block_size),
-            block_size=self.block_size,
-            device=self.config.device,
-        )
+            self._hidden, capture_sizes(self.config.args.max_num_seqs), block_size=self.block_size,
+            max_blocks=-(-self.cache_size.max_model_len // self.block_size), device=self.config.device,
+        )  # fmt: skip
         if (spent := time.monotonic() - begun) > _SLOW_START_S:
             _log.warning(
                 "%.0f s went into kernels and CUDA graphs: fewer sequences (max_num_seqs) need fewer graphs, and "

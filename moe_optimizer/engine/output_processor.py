@@ -33,13 +33,10 @@ class OutputProcessor:
         if params.num_samples > params.n:
             sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))
         return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
+            request_id=group.request_id, prompt=group.prompt, prompt_token_ids=group.prompt_token_ids,
             outputs=[self._completion(index, sequence) for index, sequence in enumerate(sequences)],
-            finished=finished,
-            num_cached_tokens=group.num_cached_tokens,
-        )
+            finished=finished, num_cached_tokens=group.num_cached_tokens,
+        )  # fmt: skip
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
         group = sequence.group
@@ -68,14 +65,11 @@ class OutputProcessor:
             detokenizer.num_shown = detokenizer.num_shown if delta else 0
             text = detokenizer.show(finished=sequence.finished)
         return CompletionOutput(
-            index=index,
-            text=text,
-            token_ids=token_ids[begin:],
+            index=index, text=text, token_ids=token_ids[begin:],
             cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
             logprobs=sequence.logprobs[begin:] if shows_logprobs else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
+            finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason,
+        )  # fmt: skip
 
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.tokenizer is None:

@@ -45,13 +45,11 @@ class ParallelExecutor(ModelRunner):
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self._others = [
             context.Process(
-                target=_serve_rank,
+                target=_serve_rank, name=f"rank-{rank}", daemon=True,
                 args=(config.args, rank, store.port, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
-                name=f"rank-{rank}",
-                daemon=True,
             )
             for rank in range(1, size)
-        ]
+        ]  # fmt: skip
         try:
             for process in self._others:
                 process.start()

@@ -6,12 +6,9 @@ from torch import Tensor
 from moe_optimizer.engine.attention.triton_attention import TritonAttention, store
 from moe_optimizer.engine.packed_batch import PackedBatch
 
-_HEAD_SIZES = 8
-"""It takes multiples of this."""
-
 
 class FlashAttention(TritonAttention):
-    """What FlashAttention cannot compute, float32 above all, goes through Triton."""
+    """What FlashAttention cannot compute goes through Triton: float32, and head sizes that are no multiple of 8."""
 
     def __init__(self) -> None:
         import flash_attn
@@ -19,7 +16,7 @@ class FlashAttention(TritonAttention):
         self._flash = flash_attn
 
     def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
-        if q_THd.dtype == torch.float32 or q_THd.shape[-1] % _HEAD_SIZES:
+        if q_THd.dtype == torch.float32 or q_THd.shape[-1] % 8:
             return super().attend(q_THd, k_TKd, v_TKd, cache_2BSKd, batch)
         store(k_TKd, v_TKd, cache_2BSKd, batch.slots_T)
         return self.compute(q_THd, cache_2BSKd, batch)
