@@ -108,7 +108,7 @@ class BlockManager:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share the blocks of `parent`; its last prompt token is computed again, for its own sample."""
+        """Let `child` share the blocks of `parent`, which has computed all of its tokens but the last."""
         for block_id in parent.block_table.block_ids:
             self._hold(block_id)
         child.block_table.block_ids = array("i", parent.block_table.block_ids)

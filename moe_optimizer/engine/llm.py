@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -81,8 +80,7 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return the likeliest outputs of each prompt, the best first."""
-        generate = partial(self.generate, use_tqdm=False)
-        return beam_search(self.llm_engine, generate, several(prompts), params)
+        return beam_search(self.llm_engine, several(prompts), params)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers."""

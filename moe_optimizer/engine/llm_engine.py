@@ -45,17 +45,16 @@ class LLMEngine:
         size = self.executor.cache_size
         self.scheduler = scheduler or Scheduler(
             BlockManager(size.num_blocks, size.num_host_blocks, args.block_size, args.enable_prefix_caching),
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
             chunked_prefill=args.enable_chunked_prefill,
-        )
+        )  # fmt: skip
         self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
         self.outputs = OutputProcessor(self.tokenizer)
         self.groups: dict[str, SequenceGroup] = {}
         self.async_scheduling = config.async_scheduling
         self._launched: deque[tuple[list[Sequence], SampledTokens]] = deque()
-        self._eos_ids = end_token_ids(config.hf_config, config.folder, self.tokenizer)
+        self.eos_ids = end_token_ids(config.hf_config, config.folder, self.tokenizer)
         self._arrivals = count()
 
     def step(self) -> list[RequestOutput]:
@@ -100,20 +99,19 @@ class LLMEngine:
         self._check(token_ids, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
+            request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params,
             max_num_tokens=min(longest, self.max_model_len),
-            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            priority=priority,
-            arrival=next(self._arrivals),
-        )
+            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            priority=priority, arrival=next(self._arrivals),
+        )  # fmt: skip
 
-    def add_group(self, group: SequenceGroup) -> None:
-        """Let a request of `make_group` wait for its turn."""
+    def add_group(self, group: SequenceGroup, *, parent: SequenceGroup | None = None) -> None:
+        """Let a request of `make_group` wait for its turn, or go on from `parent`, which has all but its last token."""
         self.groups[group.request_id] = group
-        self.scheduler.add(group.sequences[0])
+        if parent is None:
+            self.scheduler.add(group.sequences[0])
+        else:
+            self.scheduler.fork(parent.sequences[0], group.sequences[0])
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free what it holds; return its last output, None if there is no such request."""

@@ -91,11 +91,12 @@ class Scheduler:
             if not sequence.group.forked:
                 sequence.group.forked = True
                 for other in sequence.group.sequences[1:]:
-                    self._fork(sequence, other)
+                    self.fork(sequence, other)
 
-    def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Run another sample of a prompt that `parent` has computed; without a seat it waits like a new one."""
-        if len(self.running) < self.max_num_seqs:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Run a sequence of which `parent` has computed all but the last token; without a seat it waits like others."""
+        # A beam before this one may have lost its blocks.
+        if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.blocks.fork(parent, child)
             self._run(child)
         else:

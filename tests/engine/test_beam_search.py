@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from moe_optimizer.engine import LLM, BeamSearchParams
+from moe_optimizer.engine.sampled_tokens import SampledTokens
+from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.errors import InputError
 
 
@@ -75,3 +77,50 @@ def test_a_prompt_that_reaches_the_context_before_the_others_keeps_its_beams(tin
     )
     outputs = llm.beam_search([[1, 2, 3, 4, 5, 6], [7]], BeamSearchParams(beam_width=2, max_tokens=5))
     assert [[len(beam.tokens) for beam in output.sequences] for output in outputs] == [[8, 8], [6, 6]]
+
+
+def test_beams_share_the_blocks_of_the_beam_before_them_and_copy_what_they_write_into(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(
+        str(tiny_model("qwen3")), skip_tokenizer_init=True, num_gpu_blocks_override=64, block_size=4, max_num_seqs=16,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    engine, prompts = llm.llm_engine, [[1, 2, 3, 4, 5, 6], [7, 8]]
+    steps, launch = [], engine.executor.launch
+
+    def watched(step: SchedulerOutput) -> SampledTokens:
+        engine.check_integrity()
+        held = [block for each in step.decodes for block in each.block_table.block_ids]
+        steps.append((len(step.prefills), len(step.decodes), len(step.copies), len(held) - len(set(held))))
+        return launch(step)
+
+    monkeypatch.setattr(engine.executor, "launch", watched)
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=8))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        want = search(tiny_model("qwen3"), prompt, 3, 8, None)
+        assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in want]
+    # The prompts once; then one token of each beam, whatever the beam before it was.
+    assert [step[:2] for step in steps] == [(2, 0)] + [(0, 6)] * 7
+    assert sum(step[2] for step in steps) > 0, "no block was copied before it was written into"
+    assert all(step[3] > 0 for step in steps[3:]), "beams of one prompt hold no block together"
+    assert engine.scheduler.blocks.num_available == 64
+    assert not engine.groups
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs", "caching"), [(9, 16, True), (9, 16, False), (64, 2, True)])
+def test_beams_without_room_to_share_are_computed_again(
+    num_blocks: int, max_num_seqs: int, caching: bool, tiny_model: Callable[..., Path]
+) -> None:
+    folder = tiny_model("qwen3")
+    llm = LLM(
+        str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=num_blocks, block_size=2, max_model_len=16,
+        max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
+    )  # fmt: skip
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=8))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        want = search(folder, prompt, 3, 8, None)
+        assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in want]
+    llm.llm_engine.check_integrity()
+    assert llm.llm_engine.scheduler.blocks.num_available == num_blocks
