@@ -35,7 +35,7 @@ class AsyncLLM:
         self._readers: dict[str, Deliver] = {}
         self._commands: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._ids = count()
-        self._failure: ServerFailedError | None = None
+        self.failure: ServerFailedError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -108,8 +108,8 @@ class AsyncLLM:
         self._commands.put(lambda: self._deliver(self.engine.abort_request(request_id)))
 
     def check_health(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def shutdown(self) -> None:
         """Stop the thread. Requests under way get a ServerFailedError."""
@@ -126,9 +126,9 @@ class AsyncLLM:
         except Exception as error:  # noqa: BLE001  (whatever it is, every request is told)
             _log.error("the engine has stopped", exc_info=True)
             failure = f"{type(error).__name__}: {error}; {getattr(error, 'hint', None) or 'its log is above'}"
-        self._failure = ServerFailedError(f"the engine has stopped: {failure}")
+        self.failure = ServerFailedError(f"the engine has stopped: {failure}")
         for deliver in list(self._readers.values()):
-            deliver(self._failure)
+            deliver(self.failure)
 
     def _obey(self) -> bool:
         """Carry out what was asked for, and wait while there is nothing to compute; return False to stop."""

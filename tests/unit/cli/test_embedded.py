@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,36 @@ def test_a_service_manager_ends_it_with_exit_code_0(tmp_path: Path, capsys: pyte
     assert answered == [4]
     assert signal.getsignal(signal.SIGTERM) is before
     assert json.loads(capsys.readouterr().out)["run_dir"] == str(tmp_path / "run")
+
+
+def test_an_engine_that_stops_ends_the_process_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from moe_optimizer.engine.model_runner import ModelRunner
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("the device is gone")
+
+    port, refused = free_port(), []
+
+    def ask() -> None:
+        eventually(lambda: listens(port), "the engine does not listen")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            asked_for_four_tokens(f"http://127.0.0.1:{port}")
+        refused.append(caught.value.code)
+        # The command has to end by itself: a server that went on would be ended here, with another exit code.
+        if ended.wait(20):
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail)
+    ended = threading.Event()
+    client = threading.Thread(target=ask)
+    client.start()
+    code = main(["serve", *arguments(port, tmp_path / "run")])
+    ended.set()
+    client.join()
+    assert refused == [503]
+    assert code == ExitCode.SERVER_FAILED
+    assert "the engine has stopped: RuntimeError: the device is gone" in capsys.readouterr().err
