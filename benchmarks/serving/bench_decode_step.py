@@ -4,6 +4,8 @@
         [--profile balanced] [-- further vllm serve arguments]
 
 One GPU. Both sides get the arguments after `--`; ours follows the plan of the profile, with the tables of this machine.
+Where the cache does not hold a batch with --context tokens each, its sequences are shorter, or it is left out: the
+record's remarks say so.
 A model without weights is decoded with --load-format dummy, which leaves routing near uniform.
 """
 
@@ -61,6 +63,7 @@ def main() -> int:
         on_step=lambda _share, text: print(text, flush=True),
     )
     record["environment"] = {**gpu_environment(), "vllm": found.vllm, "torch": found.torch}
+    record["remarks"] = list(found.remarks)
     record["sides"] = {"stock": encode(found.stock), "ours": encode(found.ours)}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(render(found))

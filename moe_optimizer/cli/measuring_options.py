@@ -143,7 +143,7 @@ class MeasureStepOptions(PlanOptions):
         "--batches", "N,N,...", "Sequences decoded together.  [default: 1,8,64,256]", default="1,8,64,256"
     )
     context_tokens: int = option(
-        "--context", "N", "Tokens of each sequence.  [default: 512]", whole_number(1, 16_777_216), default=512
+        "--context", "N", "Tokens of each sequence, at most.  [default: 512]", whole_number(1, 16_777_216), default=512
     )
     steps: int = option("--steps", "N", "Counted steps.  [default: 20]", whole_number(1, 10_000), default=20)
     timeout: float | None = option("--timeout", "SECONDS", "Limit for each side.  [default: 600]", seconds)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from moe_optimizer.costs.weights import stored_linear_bits
 from moe_optimizer.measure.decode_step.ledger import Ledger, LedgerRow, ledger_of
-from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
+from moe_optimizer.measure.decode_step.profiled_steps import ProfiledSteps, StepProfile
 from moe_optimizer.measure.decode_step.profiling import Side, profile_steps
 from moe_optimizer.measure.process import OnStep
 from moe_optimizer.plan.pass_params import FourBitParams, Fp8Params, KvCacheParams
 from moe_optimizer.plan.plan import Plan
 
 SIDES: tuple[Side, ...] = ("stock", "ours")
+_NAMES: dict[Side, str] = {"stock": "stock vLLM", "ours": "the plan"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class StepComparison:
     torch: str
     stock: SideSteps
     ours: SideSteps
+    remarks: tuple[str, ...]
+    """Which batches have shorter sequences than asked for, or are left out on both sides, and why."""
 
 
 def compare_steps(
@@ -40,32 +43,43 @@ def compare_steps(
 ) -> StepComparison:
     """Profile decode steps of stock vLLM and of the plan, one after the other.
 
+    Both decode the same batches over the same contexts. Where one of stock vLLM's does not fit, its sequences are
+    shorter; a batch that does not fit so either, or not on the plan's side, is left out with a remark.
+
     Args:
         plan: for one GPU.
         batches: sequences decoded together.
-        context: tokens of each sequence.
+        context: tokens of each sequence, at most.
         steps: counted steps of each batch.
         timeout_s: for each side.
-        on_step: called before each side.
+        on_step: called before each side and after each batch.
 
     Raises:
         UnsupportedError, RequiredNotAppliedError, ServerFailedError: see `profile_steps`.
     """
-    found = {}
+    found: dict[Side, ProfiledSteps] = {}
+    contexts, shorter = (context,) * len(batches), True
     for number, side in enumerate(SIDES):
-        on_step(number / len(SIDES), f"decode steps of {'stock vLLM' if side == 'stock' else 'the plan'}")
-        found[side] = profile_steps(plan, side, batches=batches, context=context, steps=steps, timeout_s=timeout_s)
+        name = _NAMES[side]
+        on_step(number / len(SIDES), f"decode steps of {name}")
+        found[side] = profile_steps(
+            plan, side, batches=batches, contexts=contexts, shorter=shorter, steps=steps, timeout_s=timeout_s,
+            on_step=lambda share, text, number=number, name=name: on_step(
+                (number + share) / len(SIDES), f"{name}: {text}"
+            ),
+        )  # fmt: skip
+        # The other side decodes the same.
+        batches = tuple(profile.batch for profile in found[side].profiles)
+        contexts, shorter = tuple(profile.context for profile in found[side].profiles), False
     ours = found["ours"]
-    sides = {
-        side: SideSteps(
-            ledgers=tuple(_ledger(plan, side, profile) for profile in found[side].profiles),
-            profiles=found[side].profiles,
-        )
-        for side in SIDES
-    }
+    sides = {}
+    for side in SIDES:
+        profiles = tuple(profile for profile in found[side].profiles if profile.batch in batches)
+        sides[side] = SideSteps(ledgers=tuple(_ledger(plan, side, each) for each in profiles), profiles=profiles)
     return StepComparison(
         plan_digest=plan.digest, device=ours.device, vllm=ours.vllm, torch=ours.torch,
         stock=sides["stock"], ours=sides["ours"],
+        remarks=tuple(f"{_NAMES[side]}: {remark}" for side in SIDES for remark in found[side].remarks),
     )  # fmt: skip
 
 
@@ -91,7 +105,7 @@ def _ledger(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
 def render(found: StepComparison) -> str:
     """Return a table for each batch: a line per group of kernels."""
     pairs = zip(found.stock.ledgers, found.ours.ledgers, strict=True)
-    return "\n\n".join(_table(stock, ours) for stock, ours in pairs)
+    return "\n\n".join([*(_table(stock, ours) for stock, ours in pairs), *found.remarks])
 
 
 def _table(stock: Ledger, ours: Ledger) -> str:

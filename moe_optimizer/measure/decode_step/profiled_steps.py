@@ -11,15 +11,13 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.measure.decode_step.room import SETTLING_STEPS, room_of
 from moe_optimizer.measure.process import OnStep, answer_request
-
-_SETTLING_STEPS = 8
-"""Chosen: the first decode steps after a prompt still overlap with host work of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,10 @@ class StepsRequest:
     """Of `vllm serve`, without the model; what only a server needs is ignored."""
     batches: tuple[int, ...]
     """Sequences decoded together."""
-    context: int
-    """Tokens of a sequence when the counted steps begin."""
+    contexts: tuple[int, ...]
+    """Of each batch, the tokens of a sequence when the counted steps begin."""
+    shorter: bool
+    """Whether a batch that does not fit so has shorter sequences; otherwise it is left out."""
     steps: int
     """Counted steps of each batch."""
 
@@ -57,6 +57,10 @@ class StepProfile:
     kernels: tuple[KernelTime, ...]
 
 
+Profile = Callable[[Any, int, int, int, int], StepProfile]
+"""Takes engine, batch, context, tokens to generate and counted steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledSteps:
     """What the process found."""
@@ -65,6 +69,8 @@ class ProfiledSteps:
     vllm: str
     torch: str
     profiles: tuple[StepProfile, ...]
+    remarks: tuple[str, ...]
+    """Which batches have shorter sequences than asked for, or are left out, and why."""
 
 
 def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
@@ -74,21 +80,48 @@ def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
     import vllm
 
     engine = engine_of(request.model, request.serve_args)
-    profiles: list[StepProfile] = []
-    for batch in request.batches:
-        profiles.append(_profile(engine, batch, request))
-        on_step(len(profiles) / len(request.batches), f"{batch} sequences: {profiles[-1].step_us:.1f} us a step")
+    profiles, remarks = profile_batches(engine, request, on_step)
     return ProfiledSteps(
         device=torch.cuda.get_device_name(),
         vllm=str(vllm.__version__),
         torch=str(torch.__version__),
         profiles=tuple(profiles),
+        remarks=tuple(remarks),
     )
+
+
+def profile_batches(
+    engine: Any, request: StepsRequest, on_step: OnStep, profile: Profile | None = None
+) -> tuple[list[StepProfile], list[str]]:
+    """Profile each batch that the engine can hold; return the profiles, and remarks on what is not as asked for.
+
+    Args:
+        engine: vLLM's.
+        request: what is asked for.
+        on_step: called after each batch.
+        profile: measures one; default: `_profile`.
+    """
+    room, profiles, remarks = room_of(engine), [], []
+    for number, (batch, wanted) in enumerate(zip(request.batches, request.contexts, strict=True), 1):
+        try:
+            context = room.context(batch, wanted, request.steps, shorter=request.shorter)
+            answer = room.answer_tokens(batch, context, request.steps)
+            found = (profile or _profile)(engine, batch, context, answer, request.steps)
+        except UnsupportedError as error:
+            remarks.append(f"left out: {error}")
+            on_step(number / len(request.batches), remarks[-1])
+            continue
+        if context != wanted:
+            remarks.append(f"{batch} sequences have {context} tokens each: {wanted} do not fit")
+        profiles.append(found)
+        on_step(number / len(request.batches), f"{batch} sequences of {context} tokens: {found.step_us:.1f} us a step")
+    return profiles, remarks
 
 
 def engine_of(model: str, serve_args: Sequence[str]) -> Any:
     """Return vLLM's engine with the arguments of a server."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -97,52 +130,63 @@ def engine_of(model: str, serve_args: Sequence[str]) -> Any:
     except ImportError:  # 0.26
         from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyrefly: ignore[missing-import]
     parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *serve_args])
-    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
+    # What a server has by default: other engines decode fewer sequences together.
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed), usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:
-    """Decode `batch` sequences: settle, count wall time, then the same number of steps under the profiler."""
+def _profile(engine: Any, batch: int, context: int, answer: int, steps: int) -> StepProfile:
+    """Decode `batch` sequences: settle, count wall time, then the same number of steps under the profiler.
+
+    Raises:
+        UnsupportedError: they do not decode together.
+    """
     import torch
 
-    # The first sequences decode while the prompts of the last ones still run.
-    _start(engine, batch, request.context, 2 * request.steps + 2 * _SETTLING_STEPS + batch)
-    decoded = [len(engine.step()) for _ in range(_SETTLING_STEPS)][-1]
+    names = _start(engine, batch, context, answer)
+    decoded = [len(engine.step()) for _ in range(SETTLING_STEPS)][-1]
     if decoded != batch:
+        _end(engine, names)
         raise UnsupportedError(
-            f"{batch} sequences of {request.context} tokens do not decode together here: {decoded} do",
+            f"{batch} sequences of {context} tokens do not decode together here: {decoded} do",
             hint="ask for a smaller batch or a shorter context",
         )
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(request.steps):
+    for _ in range(steps):
         engine.step()
     torch.cuda.synchronize()
-    step_us = 1e6 * (time.perf_counter() - begin) / request.steps
+    step_us = 1e6 * (time.perf_counter() - begin) / steps
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(request.steps):
+        for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    kernels = kernel_times(profiler, request.steps)
+    kernels = kernel_times(profiler, steps)
+    _end(engine, names)
+    return StepProfile(batch=batch, context=context, step_us=step_us, kernels=kernels)
+
+
+def _end(engine: Any, names: list[str]) -> None:
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return StepProfile(batch=batch, context=request.context, step_us=step_us, kernels=kernels)
 
 
-def _start(engine: Any, batch: int, context: int, tokens: int) -> None:
-    """Begin so many sequences and run their prompts."""
+def _start(engine: Any, batch: int, context: int, tokens: int) -> list[str]:
+    """Begin so many sequences and run their prompts; return their names."""
     from vllm import SamplingParams
 
-    vocabulary = engine.model_config.get_vocab_size()
-
+    vocabulary, names = engine.model_config.get_vocab_size(), []
     for index in range(batch):
         # Random tokens, and sampled answers: equal or alike sequences would all be routed to the same experts.
         generator = random.Random(1000 * batch + index)
         prompt = {"prompt_token_ids": [generator.randrange(1, vocabulary) for _ in range(context)]}
         sampling = SamplingParams(temperature=1.0, seed=None, max_tokens=tokens, ignore_eos=True)
-        engine.add_request(f"batch{batch}-{index}", prompt, sampling)
+        names.append(f"batch{batch}-{index}")
+        engine.add_request(names[-1], prompt, sampling)
     answered: set[str] = set()
     while len(answered) < batch:
         answered.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
+    return names
 
 
 def exclusive_us(launches: Iterable[tuple[str, float, float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Literal
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError, UnsupportedError
 from moe_optimizer.launcher.command import check_plugin_visible
 from moe_optimizer.measure.decode_step.profiled_steps import ProfiledSteps, StepsRequest
-from moe_optimizer.measure.process import MeasurementError, run_measurement
+from moe_optimizer.measure.process import MeasurementError, OnStep, run_measurement
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import read_proofs
@@ -24,7 +24,15 @@ Side = Literal["ours", "stock"]
 
 
 def profile_steps(
-    plan: Plan, side: Side, *, batches: tuple[int, ...], context: int, steps: int, timeout_s: float
+    plan: Plan,
+    side: Side,
+    *,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    shorter: bool,
+    steps: int,
+    timeout_s: float,
+    on_step: OnStep,
 ) -> ProfiledSteps:
     """Profile decode steps in a process of its own.
 
@@ -32,13 +40,15 @@ def profile_steps(
         plan: for one GPU.
         side: "ours" follows the plan; "stock" is vLLM without the plugin, with the arguments that the user gave.
         batches: sequences decoded together, one profile each.
-        context: tokens of each sequence.
+        contexts: of each batch, the tokens of a sequence.
+        shorter: a batch that does not fit so has shorter sequences; otherwise it is left out.
         steps: counted steps.
         timeout_s: for the whole process.
+        on_step: called after each batch.
 
     Raises:
         UnsupportedError: the plan is not for one GPU: only there one process holds the whole model; or vLLM would not
-            find the plugin.
+            find the plugin; or no batch fits.
         RequiredNotAppliedError: what the plan has on did not run, so that the profile is not the plan's.
         ServerFailedError: the process ended without a result, or took too long.
     """
@@ -48,7 +58,8 @@ def profile_steps(
         model=plan.model.path,
         serve_args=(plan.serve_args if side == "ours" else plan.plain_args).words,
         batches=batches,
-        context=context,
+        contexts=contexts,
+        shorter=shorter,
         steps=steps,
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MOE_OPTIMIZER_")}
@@ -62,7 +73,7 @@ def profile_steps(
             found = run_measurement(
                 _MODULE,
                 request,
-                on_step=lambda _share, _text: None,
+                on_step=on_step,
                 log=folder / "log.txt",
                 environment=environment,
                 timeout_s=timeout_s,
@@ -70,11 +81,16 @@ def profile_steps(
             )
         except MeasurementError as error:
             raise ServerFailedError(f"decode steps are not profiled: {error}") from None
+        steps_found = decode(ProfiledSteps, found, origin="profiled steps")
+        if not steps_found.profiles:
+            raise UnsupportedError(
+                "; ".join(steps_found.remarks), hint="ask for smaller --batches, or for a shorter --context"
+            )
         missing = not_running(plan, read_proofs(folder), _kernel_passes(plan)) if side == "ours" else {}
     if missing:
         name, why = next(iter(missing.items()))
         raise RequiredNotAppliedError(f"{name}: the plan has it on, but it did not run in the profiled steps: {why}")
-    return decode(ProfiledSteps, found, origin="profiled steps")
+    return steps_found
 
 
 def _kernel_passes(plan: Plan) -> tuple[str, ...]:
