@@ -22,7 +22,7 @@ def url() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
 
-        def log_message(self, *_arguments: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
             pass
 
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
