@@ -104,6 +104,7 @@ def plan_of(side: str, options: Any, vllm_args: list[str]) -> Plan:
 def started(side: str, plan: Plan, options: Any, left_s: float) -> dict[str, Any]:
     """Start one side, load it if asked to, and stop it; return its time to ready, where that went, what compiled."""
     alone = side == "vllm"
+    said: list[str] = []
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -114,6 +115,7 @@ def started(side: str, plan: Plan, options: Any, left_s: float) -> dict[str, Any
             ready_timeout_s=left_s - 10,
             warm_up_s=0.0 if alone else WARM_UP_S,
             decode_check_s=0.0 if alone else DECODE_CHECK_S,
+            echo=said.append,
         ) as info,
     ):
         found: dict[str, Any] = {"ready_s": round(time.monotonic() - begin, 2), "warm_up": info.warm_up}
@@ -124,6 +126,7 @@ def started(side: str, plan: Plan, options: Any, left_s: float) -> dict[str, Any
             )
             time.sleep(PROOF_PAUSE_S)
         return found | {
+            "warmed_up": next((line for line in said if line.startswith("warmed up in")), None),
             "phases_s": dict(info.phases_s),
             "serve_args": list(plan.serve_args.words),
             "ran": [row.pass_name for row in info.rows if row.ran.startswith("yes")],

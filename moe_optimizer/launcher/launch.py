@@ -109,11 +109,13 @@ def running(
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
     decode_check_s: float = 0.0,
+    echo: Callable[[str], None] | None = None,
 ) -> Iterator[ServerInfo]:
-    """Serve `plan` while the block lasts, quietly and without a look at signals. For tests and benchmarks.
+    """Serve `plan` while the block lasts, without a look at signals, and quietly but for what `echo` takes. For tests
+    and benchmarks.
 
     Raises: as `serve`, but for StopRequestedError.
     """
-    run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s, decode_check_s=decode_check_s)
+    run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s, decode_check_s=decode_check_s, echo=echo)
     with run.started():
         yield run.wait_until_ready(ready_timeout_s)

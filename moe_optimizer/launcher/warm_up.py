@@ -53,10 +53,13 @@ class WarmUpResult:
     """Whether it was only what an earlier start needed kernels for, and what proves that nothing else does."""
     needed: frozenset[str]
     """Names of the requests for which kernels were compiled or loaded."""
+    why_whole: str = ""
+    """Why it was not short; "" where it was, or could not have been."""
 
     def in_words(self) -> str:
         """Return it as a line for the user."""
-        short = "; the other shapes' kernels are in the caches of an earlier start" if self.short else ""
+        whole = f"; of every shape: {self.why_whole}" if self.why_whole else ""
+        short = "; the other shapes' kernels are in the caches of an earlier start" if self.short else whole
         end = short if self.settled else "; stopped before nothing compiled any more: a request may still wait for it"
         refused = f", {self.refused} refused" if self.refused else ""
         return (
@@ -100,7 +103,7 @@ class WarmUp:
         self._needed: set[str] = set()
         self._compiled_for: set[str] = set()
 
-    def run(self, known: Collection[str] | None = None) -> WarmUpResult:
+    def run(self, known: Collection[str] | None = None, why_unknown: str = "") -> WarmUpResult:
         """Send every group of requests, and again those of a group up to the last one for which something was compiled,
         until nothing is or the time is over.
 
@@ -108,17 +111,20 @@ class WarmUp:
             known: names of the requests for which an earlier start needed kernels that it has left in caches. Then only
                 these are sent and those that prove, and all if something is compiled for one of the latter. None:
                 nothing is known of an earlier start.
+            why_unknown: in words, where it is None.
         """
         short, settled = known is not None, False
         if known is not None:
             settled = self._send_until_settled(lambda each: each.proves or each.what in known, known)
-            short = not self._compiled_for.difference(known)
+            new = sorted(self._compiled_for.difference(known))
+            short = not new
+            why_unknown = f"something was compiled for {new[0]}, which needed nothing before" if new else ""
         if not short:
             settled = self._send_until_settled(lambda _each: True)
         return WarmUpResult(
             seconds=time.monotonic() - self._began, compiled=self._before.compiled - self._first.compiled,
             settled=settled, refused=self._refused, requests=self._sent, group_s=self._group_s, short=short,
-            needed=frozenset(self._needed),
+            needed=frozenset(self._needed), why_whole=why_unknown,
         )  # fmt: skip
 
     def _send_until_settled(self, chosen: Callable[[Request], bool], known: Collection[str] | None = None) -> bool:

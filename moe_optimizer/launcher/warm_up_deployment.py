@@ -58,7 +58,7 @@ def warm_up_deployment(
         return warm_up.run()
     requests = [each.what for each in chain.from_iterable(groups_for(shapes, seed=0).values())]
     memory = WarmUpMemory(plan, deployment.servers[0].environment, requests)
-    result = warm_up.run(memory.known())
+    result = warm_up.run(*memory.known())
     memory.keep(result)
     return result
 

@@ -36,8 +36,8 @@ _OTHER_ARGUMENTS = (
 """Arguments of a server that no kernel depends on."""
 _COMPILERS = ("VLLM_", "TORCH", "TRITON_", "DG_", "FLASHINFER_", "CUDA_")
 """How variables begin that choose kernels, or say how and where they are compiled."""
-_OTHER_VARIABLES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
-"""Those of them that no kernel depends on."""
+_OTHER_VARIABLES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""Those of them that no kernel depends on: what a GPU is and how many there are is in the key by itself."""
 _MOST_BYTES = 16 << 20
 
 
@@ -58,16 +58,18 @@ class WarmUpMemory:
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._path = cache_dir(os.environ) / "start_up" / f"{name}.warm.json"
 
-    def known(self) -> frozenset[str] | None:
+    def known(self) -> tuple[frozenset[str] | None, str]:
         """Return the names of the requests for which kernels were needed; None where nothing is known of an earlier
-        start, or kernels are gone that it has left.
+        start, or kernels are gone that it has left, and in words which of both.
         """
         try:
             kept = read_json(self._path, max_bytes=_MOST_BYTES)
             needed, kernels = frozenset(map(str, kept["needed"])), set(kept["kernels"])
         except (InputError, KeyError, TypeError):
-            return None
-        return needed if kernels.issubset(cached_kernels(self._caches)) else None
+            return None, "no start like it before"
+        if gone := sorted(kernels.difference(cached_kernels(self._caches))):
+            return None, f"{len(gone)} kernels of the start before are gone, such as {gone[0]}"
+        return needed, ""
 
     def keep(self, result: WarmUpResult) -> None:
         """Note how a warm-up ended; of one that did not settle nothing is known."""

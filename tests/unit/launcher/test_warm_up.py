@@ -144,6 +144,7 @@ def test_a_kernel_that_is_compiled_for_what_needed_none_has_everything_sent() ->
     assert result.settled
     assert result.requests > len(asked())
     assert result.needed == {"a stream"}
+    assert "of every shape: something was compiled for a stream" in result.in_words()
 
 
 def test_a_kernel_that_is_only_loaded_for_what_needed_none_has_not() -> None:

@@ -39,37 +39,38 @@ def memory(environ: dict[str, str], *requests: str, vllm_args: tuple[str, ...] =
 
 
 def test_what_was_needed_is_known_to_a_start_of_the_same_plan_at_another_port(environ: dict[str, str]) -> None:
-    assert memory(environ).known() == {"a"}
-    assert memory(environ, port=4711, vllm_args=("--served-model-name", "m")).known() == {"a"}
+    assert memory(environ).known() == ({"a"}, "")
+    assert memory(environ, port=4711, vllm_args=("--served-model-name", "m")).known() == ({"a"}, "")
 
 
 def test_nothing_is_known_to_another_plan_environment_or_warm_up(environ: dict[str, str]) -> None:
-    assert memory(environ, vllm_args=("--max-model-len", "64")).known() is None
-    assert memory(environ, batch_size=3).known() is None
-    assert memory(environ | {"VLLM_USE_DEEP_GEMM": "0"}).known() is None
-    assert memory(environ | {"HOSTNAME": "other"}).known() == {"a"}
-    assert memory(environ | {"VLLM_API_KEY": "secret"}).known() == {"a"}
-    assert memory(environ, "a", "b", "c").known() is None
+    assert memory(environ, vllm_args=("--max-model-len", "64")).known()[0] is None
+    assert memory(environ, batch_size=3).known()[0] is None
+    assert memory(environ | {"VLLM_USE_DEEP_GEMM": "0"}).known()[0] is None
+    assert memory(environ | {"HOSTNAME": "other"}).known() == ({"a"}, "")
+    assert memory(environ | {"VLLM_API_KEY": "secret"}).known() == ({"a"}, "")
+    assert memory(environ | {"CUDA_VISIBLE_DEVICES": "3"}).known() == ({"a"}, "")
+    assert memory(environ, "a", "b", "c").known() == (None, "no start like it before")
 
 
 def test_nothing_is_known_where_a_kernel_is_gone_that_was_there(environ: dict[str, str], tmp_path: Path) -> None:
     kernels = tmp_path / "TRITON_CACHE_DIR"
     (kernels / "FGHIJ").mkdir()
-    assert memory(environ).known() == {"a"}
+    assert memory(environ).known() == ({"a"}, "")
     (kernels / "ABCDE").rmdir()
-    assert memory(environ).known() is None
+    assert memory(environ).known() == (None, "1 kernels of the start before are gone, such as Triton kernel ABCDE")
 
 
 def test_of_a_warm_up_that_did_not_settle_nothing_is_known(environ: dict[str, str]) -> None:
     memory(environ).keep(dataclasses.replace(ENDED, settled=False))
-    assert memory(environ).known() is None
+    assert memory(environ).known()[0] is None
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"needed": 3, "kernels": []}', '{"needed": []}', '{"kernels": 1}'])
 def test_a_file_that_is_no_such_thing_is_passed_over(environ: dict[str, str], tmp_path: Path, text: str) -> None:
     (kept,) = tmp_path.rglob("*.warm.json")
     kept.write_text(text)
-    assert memory(environ).known() is None
+    assert memory(environ).known()[0] is None
 
 
 def test_the_second_start_of_a_plan_is_short_and_says_so(
