@@ -49,6 +49,14 @@ def test_autoload_imports_only_the_standard_library_at_module_level() -> None:
     assert names <= set(sys.stdlib_module_names) | {"__future__"}
 
 
+def test_no_test_file_imports_transformers_at_its_top() -> None:
+    """Each of the test workers imports every file, and transformers takes 6 s of processor time."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    assert tests
+    at_the_top = re.compile(r"^(import|from) transformers\b", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in tests if at_the_top.search(path.read_text("utf-8"))] == []
+
+
 def test_device_headers_include_no_torch() -> None:
     headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cuh", ".cu", ".cpp", ".hpp"}]
     assert headers

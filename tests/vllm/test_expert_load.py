@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
@@ -44,6 +43,8 @@ def test_the_counts_are_what_the_routers_of_another_implementation_choose(ours_f
 
 def chosen_by_transformers() -> tuple[tuple[int, ...], ...]:
     """Return tokens by layer and expert of the known request, as hooks on the routers of transformers see them."""
+    from transformers import AutoModelForCausalLM
+
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
     counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.serving.random_gpt_oss import write_random_gpt_oss
 
@@ -17,6 +16,8 @@ SMALL = {
 
 
 def test_it_has_the_tensors_of_the_model_and_uses_all_experts(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     folder = write_random_gpt_oss(tmp_path / "gpt-oss", **SMALL)
     written = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
     with torch.device("meta"):
