@@ -37,6 +37,8 @@ class Row:
     why_not: str
     canary: str = ""
     """Outcome of the check of the kernels through the server's own layers, and of the decode check; "" where none."""
+    why_on: str = ""
+    """Why the plan has it on; "" where it has not."""
 
 
 _NARROWEST = 10
@@ -91,8 +93,9 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     seen = observed.get(decision.pass_name, Observed(ran="-"))
     if not shown_by_workers(decision) or not (proofs or by_us):
         return Row(
-            pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
-        )
+            pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not,
+            why_on=decision.reason,
+        )  # fmt: skip
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     ran = "no" if seen.why_not else _share([bool(entry and entry.ran) for entry in entries])
     layers = max((entry.layers for entry in entries if entry), key=len, default=())
@@ -109,6 +112,7 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         ran=ran if ran == "no" else ", ".join((ran, *found)),
         why_not=why_not_running(plan, decision, proofs, absent) or seen.why_not or layers_left(decision, proofs),
         canary=_canary([entry.canary for entry in entries if entry and entry.canary]),
+        why_on=decision.reason,
     )
 
 
@@ -140,7 +144,7 @@ def _share(answers: Sequence[bool]) -> str:
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     """Return the table as text of at most `width` columns. Lines below it have the outcome of the canary, and for each
-    pass that is off the reason, which the plan has in full.
+    pass the reason why it is on or off, which the plan has in full.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
     cells = [tuple(map(printable, dataclasses.astuple(row)))[: len(HEADINGS)] for row in shown]
@@ -158,9 +162,10 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
         if row.canary:
             text = printable(f"canary of {row.pass_name}: {row.canary}")
             lines += ["", *textwrap.wrap(text, width, subsequent_indent="     ")]
-    off = [f"{row.pass_name} off: {printable(row.why_not)}" for row in rows if row.requested == Status.OFF.value]
-    if off:
-        lines += ["", *(textwrap.shorten(line, width, placeholder=" ...") for line in off)]
+    reasons = [f"{row.pass_name} on: {printable(row.why_on)}" for row in rows if row.why_on]
+    reasons += [f"{row.pass_name} off: {printable(row.why_not)}" for row in rows if row.requested == Status.OFF.value]
+    if reasons:
+        lines += ["", *(textwrap.shorten(line, width, placeholder=" ...") for line in reasons)]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
@@ -233,6 +233,15 @@ def test_a_pass_that_is_off_has_a_line_with_the_reason(plan: Plan) -> None:
     assert first == f"flash_dmoe off: {why}"
     assert second.startswith("fp8 off: ")
     assert len(second) <= 80
+
+
+def test_a_pass_that_is_on_has_a_line_with_the_reason_too(plan: Plan) -> None:
+    lines = render_table(proof_rows(plan, [worker(0), worker(1)]), width=400).splitlines()
+    said = {decision.pass_name: decision for decision in plan.decisions}
+    shown = {line.partition(": ")[0]: line.partition(": ")[2] for line in lines if " on: " in line or " off: " in line}
+    for name, decision in said.items():
+        if decision.status in (Status.ON, Status.OFF):
+            assert shown[f"{name} {decision.status.value}"] == decision.reason
 
 
 @pytest.mark.parametrize("why", ["", "a reason of several words"])
