@@ -74,23 +74,35 @@ for name in ("requirements/cpu.lock", "requirements/dev.lock", "requirements/cud
 print(digest.hexdigest())
 PYTHON
 }
+build_kernels() { PYTHON=.venv/bin/python bash build.sh; }
+building=""
 wanted="$(stamp_of)"
 if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
   echo "setup: installing into .venv for $device (a few minutes the first time)" >&2
   [ -x .venv/bin/python ] || "$python" -m venv .venv ||
     fail "could not make a virtual environment" "on Debian and Ubuntu: apt install python3-venv"
   rm -f .venv/.setup-stamp
-  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
+  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install)
   if [ "$device" = cpu ]; then
-    if ! "${pip[@]}" install --no-deps "$TORCH_CPU" 2>/dev/null; then
+    # Of 22,000 modules few are ever imported: Python compiles those to bytecode when it first reads them.
+    pip+=(--no-deps --no-compile)
+    # The kernels compile on all cores while pip, which uses one, installs what they are built without.
+    "${pip[@]}" $(grep -E '^(cmake|ninja|pybind11)==' requirements/cpu.lock)
+    set -m # a process group of its own, which ends with this script
+    build_kernels & building=$!
+    set +m
+    trap 'kill -- "-$building" 2>/dev/null || true' EXIT
+    if ! "${pip[@]}" "$TORCH_CPU" 2>/dev/null; then
       echo "setup: the configured package indexes lack $TORCH_CPU; asking PyTorch's own CPU index" >&2
-      "${pip[@]}" install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$TORCH_CPU" ||
+      "${pip[@]}" --extra-index-url "$TORCH_CPU_INDEX" "$TORCH_CPU" ||
         fail "$TORCH_CPU for $("$python" --version) is on neither the configured package indexes nor $TORCH_CPU_INDEX" \
           "open the way to $TORCH_CPU_INDEX, or put that wheel on an index pip knows"
     fi
-    "${pip[@]}" install --no-deps -r requirements/cpu.lock -r requirements/dev.lock
+    "${pip[@]}" -r requirements/cpu.lock -r requirements/dev.lock
+    # Here once, not in each of the processes that are started at the same time and all need it.
+    .venv/bin/python -c 'import torch'
   else
-    "${pip[@]}" install "$vllm" -r requirements/cuda.txt
+    "${pip[@]}" "$vllm" -r requirements/cuda.txt
     # An index or wheel folder with a CPU build of the same version wins in pip's order: 2.13.0+cpu sorts after 2.13.0.
     .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
       fail "torch: got $(.venv/bin/python -c 'import torch; print(torch.__version__)'), expected a CUDA build" \
@@ -98,7 +110,12 @@ if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
   fi
 fi
 
-PYTHON=.venv/bin/python bash build.sh
+if [ -n "$building" ]; then
+  wait "$building"
+  trap - EXIT
+else
+  build_kernels
+fi
 if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
   # build.sh has built the extension in place; building it again here would only take time.
   .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation \
