@@ -7,7 +7,7 @@ second run needs it no more. For each model, GPU, number of GPUs and clients (10
 tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
 left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that takes requests in,
-so on our side it does not count either; with --front-end it does, with as many API servers as plans take.
+so on our side it does not count either; with --front-end it does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Limits, rank  # noqa: E402
-from moe_optimizer.plan_context.api_servers import MOST_FOR_AN_ENGINE  # noqa: E402
 from moe_optimizer.specs.layout import Layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
 
@@ -220,7 +219,6 @@ def compare(
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
         speeds=read_kernel_speeds(Path("/nonexistent")), front_end=front_end,
-        api_servers_of_engine=range(1, MOST_FOR_AN_ENGINE + 1),
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []

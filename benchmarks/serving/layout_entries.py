@@ -109,7 +109,7 @@ def asked(words: list[str]) -> Any:
 def _planned(entry: Entry, options: Any) -> list[str]:
     """Return the words that say what is planned."""
     return [
-        *("--profile", options.profile, "--layout", entry.layout, "--disable-api-servers"),
+        *("--profile", options.profile, "--layout", entry.layout),
         *("--gpus", str(parse_layout(entry.layout).num_devices)),
         *("--batch-size", str(most_clients(options)), "--port", str(entry.port)),
     ]

@@ -24,7 +24,6 @@ from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 SWITCHES: Mapping[str, str] = {
     "parallelism": "split the model over the GPUs (TP, EP, DP)",
     "expert-parallel": "whole experts on each GPU instead of slices (EP)",
-    "api-servers": "several API servers where one is too slow for the engine",
     "fp8": "FP8 weights",
     "four-bit": "experts in four bits (MXFP4, INT4)",
     "sparsity": "2:4 sparse experts",

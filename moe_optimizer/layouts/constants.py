@@ -13,6 +13,7 @@ LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
 SERVED = "benchmarks/records/2026-11-22_h100_served.json"
 TABLES = "configs/kernel_speeds"
 LAYOUTS = "benchmarks/records/2026-11-26_h200_x4_layouts.json"
+LONG_PROMPTS = "benchmarks/records/2026-11-24_h100_kv_cache_served.json"
 LINEARS = "benchmarks/records/2026-11-22_h100_fp8_linears.json"
 
 EXPERTS_IN_SERVER = 1.08
@@ -55,9 +56,6 @@ together give the ledger's 41.1 and 70.4 us a layer at batch 64 and 128 within 2
 DECODE_ATTENTION_FLOP_SHARE = 0.74
 """Of the datasheet's rate, for attention of one token, which bounds latent attention of many heads only: published
 with the above for DeepSeek-V3 with 128 heads on an H200."""
-LATENT_LAYER_US = 33.0
-"""What a layer of latent attention takes beside its bytes and calls: its norms, rotary embedding and absorbed products.
-Published with the above, batch 1, 16 to 128 heads, BF16 and FP8, on H100 and H200: 32 to 50 us, 33 to 36 of 16."""
 PREFILL_ATTENTION_FLOP_SHARE = 0.45
 """Of the datasheet's rate, for attention over a prompt; assumed."""
 SMALL_KERNELS_LAYER_US = 10.3
@@ -69,28 +67,36 @@ SAMPLING_US = 179.0
 SAMPLING_PASSES = 14.1
 """Passes of those over a sequence's FP32 logits: (166 + 339 - 179) us / 127 at the datasheet's bandwidth."""
 HOST_US = 400.0
-"""Of a step, what no kernel accounts for at batch 1: gaps between kernels, scheduler, copies of tokens."""
+"""Of a step on one GPU, what no kernel accounts for at batch 1: gaps between kernels, scheduler, copies of tokens. With
+slices or stages, whose workers are processes of their own, the next step is prepared meanwhile: slices on two and four
+H100 take 0.3 to 0.8 ms less than a sum with it (benchmarks/records/2026-11-26_h100_x4_layouts.json, 1 client)."""
 HOST_SEQUENCE_US = 1.8
 """The same for each further sequence: (633 - 403) us / 127."""
-PROMPT_TOKEN_US = 5.4
-"""Of each token of a prompt, what no part of its step accounts for: time to first token at one client, (81.7 - 60.0)
-ms / 4096 in benchmarks/records/2026-11-24_h100_kv_cache_served.json. It is the same in BF16, FP8 and four bits, so no
-matrix explains it; a part is the tokenizer's. That slices share it is assumed."""
+CAPTURED_TOKENS = 512
+"""vLLM captures CUDA graphs of steps up to so many tokens; of steps that only decode, a plan has all captured."""
+LAUNCH_LAYER_US = 1500.0
+"""At least, of each layer of a step without a graph, for launching its kernels: a prompt of 4096 tokens takes 72 ms in
+BF16 as in four bits (LONG_PROMPTS, one client, 82 ms less REQUEST_US); the longest step of one H200 that reads 15
+prompts of 128 tokens is 73 to 98 ms in all served records of 2026-11-26, also of 48 layers."""
+LAUNCH_EXCHANGE_US = 700.0
+"""The same, where GPUs exchange tokens in each layer: the step that reads 15 prompts of 512 tokens takes 100 to 113 ms
+with slices on four H100 and H200, whose kernels take 70."""
+PROMPT_TOKEN_US = 5.0
+"""Of each token of a prompt, what no part of its step accounts for: LONG_PROMPTS, 64 clients. That slices share it is
+assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
-FRONT_END_PROMPT_TOKEN_US = 12.0
-"""Of each token of a prompt, in the one process of an engine that takes requests in. With slices on four H200s 512
-tokens took 9.4 ms (LAYOUTS, 128 clients), which would be 18 with those of the answers; but a server of gpt-oss-20b
-took requests in faster than 15 and 50 us allow, so this and the next are what no record contradicts. vLLM starts one
-such process, or as many as a server has copies on a machine (--api-server-count)."""
-FRONT_END_TOKEN_US = 40.0
-"""Of each token of an answer in the same process: LAYOUTS, slices at 512 clients, 14 to 18 ms a request in all, where
-this and the former are 11."""
-FRONT_END_SHARE_OF_ANSWERS = 0.6
-"""Of a loop that this process bounds, what lies after the first token: 0.53 and 0.63 in the same two loops."""
+FRONT_END_TOKEN_US = 44.0
+"""Of each token of an answer, in the one process of an engine (API server) that sends tokens out: what 512 clients with
+slices wait between two tokens, 22.9 ms in LAYOUTS, over 512; 41 to 55 us with other slices. vLLM starts one such
+process, or as many as a server has copies on a machine (--api-server-count)."""
+FRONT_END_REQUEST_US = 1000.0
+"""Of each request of those that come all at once, before the first gets a token, in the same process: 95 % of 512
+clients wait 0.3 to 0.7 s longer than the reading of their prompts lets them in all records of layouts."""
 READING_WAITED_US = 1_100_000.0
 """Of the reading of other prompts, what a request waits for at most on average: requests that end one after the other
-let theirs in between, so the rest is read while it writes. Loops in which all are read in 1.9 to 4.5 s have times to
+let theirs in between, so the rest is read while it writes. Where each client sends one request, nothing is in between.
+Loops in which all are read in 1.9 to 4.5 s have times to
 first token of 0.5 to 1.3 s in the served records; chosen from the two longest, 1.0 s."""
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from moe_optimizer.costs.expert_imbalance import rank_imbalance
 from moe_optimizer.costs.roofline import expected_experts_hit, peak_flops
@@ -37,6 +38,8 @@ class ExpertTimes:
     related: ExpertTimes | None
     """The same layer undivided, or in the widest slices that a table has: the model is scaled to it."""
     ours: bool
+    shares: tuple[float, ...] = ()
+    """Of the tokens, that each expert takes by the measured load, the busiest first; (): all take as many."""
 
     def layer_us(self, tokens: float) -> Quantity:
         """Return the time of one layer for `tokens` of all GPUs that share it."""
@@ -72,7 +75,7 @@ class ExpertTimes:
         bits = self.question.expert_bits
         fit = OUR_EXPERTS if self.ours else VLLM_EXPERTS
         share = shape.num_experts / shape.num_global_experts
-        hit = expected_experts_hit(shape.num_global_experts, shape.top_k, math.ceil(tokens)) * share
+        hit = self._experts_hit(math.ceil(tokens)) * share
         pairs = tokens * shape.top_k * share
         width = fit.tile * math.ceil(shape.intermediate_size / fit.tile)
         weights = self.question.model.expert_matrices * shape.hidden_size * width
@@ -92,6 +95,14 @@ class ExpertTimes:
             + 2 * weights * pairs / rate
             + activations / (bandwidth * fit.activation_share)
         )
+
+    def _experts_hit(self, tokens: int) -> float:
+        """Return how many experts some of the tokens are routed to, as if all ranks were as busy as the busiest."""
+        count, top_k = self.shape.num_global_experts, self.shape.top_k
+        if not self.shares:
+            return expected_experts_hit(count, top_k, tokens)
+        hit = sum(1 - (1 - min(1.0, top_k * share)) ** tokens for share in self.shares)
+        return min(count, self.imbalance * hit)
 
 
 def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
@@ -117,6 +128,7 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         table=table,
         related=_related(question, shape, ours=ours) if table is None else None,
         ours=ours,
+        shares=() if question.load is None else _mean_shares(question.load),
     )
 
 
@@ -136,6 +148,14 @@ def _imbalance(question: LayoutQuestion, num_ranks: int) -> float:
     if question.load is not None:
         return _mean_imbalance(question.load, num_ranks, placed=question.placed)
     return 1.0 if question.even_routing else 1.0 + UNEVEN_PER_DOUBLING * math.log2(num_ranks)
+
+
+@lru_cache(maxsize=4)
+def _mean_shares(load: ExpertLoad) -> tuple[float, ...]:
+    """Return the share of the busiest expert of a layer, the next one's and so on, each a mean over the layers."""
+    used = [layer for layer in load.layers if layer.total]
+    shares = [sorted((count / layer.total for count in layer.tokens), reverse=True) for layer in used]
+    return tuple(sum(each) / len(used) for each in zip(*shares, strict=True))
 
 
 def _mean_imbalance(load: ExpertLoad, num_ranks: int, *, placed: bool) -> float:

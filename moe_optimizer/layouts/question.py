@@ -57,11 +57,11 @@ class LayoutQuestion:
     front_end: bool = True
     """Whether the processes count that take requests in and send tokens out (vLLM's API servers)."""
     api_servers: int | None = None
-    """Those of each server, as somebody asked for; None: as many as are useful."""
-    api_servers_of_engine: range = range(1, 2)
-    """Possible numbers for each engine, where nobody asked for one; vLLM starts one by itself."""
+    """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
+    burst: bool = False
+    """Whether the requests come all at once and none follows them: a load test with one request for each client."""
     placed: bool = False
-    """Whether the experts will be placed by that load; else they lie in their order."""
+    """Whether the experts will be placed by the measured load; else they lie in their order."""
 
     def most_running(self, layout: Layout) -> int:
         """Return the most requests that an engine of a layout decodes at once."""

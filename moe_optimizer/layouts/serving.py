@@ -21,9 +21,6 @@ from moe_optimizer.specs.quantity import Quantity, Source
 
 FRONT_END = "front end"
 """The part of a step in which tokens wait for the API server."""
-_BUSY = 0.7
-"""Chosen: of the time that the engine needs, what an API server may be busy before one more counts as useful; those
-that share a port get unequal numbers of connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ class Prediction:
     api_servers: int
     """Processes of each server that take requests in and send tokens out."""
     front_end_share: float
-    """Of the time, that each of them is busy; 1: it bounds the layout."""
+    """Of a step of decoding, that each of them is busy; 1: the step is as long as they take."""
     parts: dict[str, Quantity]
     """The time of a step of decoding by parts, in us; what its tokens wait for the API server is one."""
 
@@ -77,7 +74,7 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
     loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
-    api_servers = _api_servers(question, layout, loop)
+    api_servers = question.api_servers or layout.data_parallel_size
     times = loop.times(api_servers / layout.data_parallel_size)
     waiting = clients - running
     active = min(question.clients, running * engines)
@@ -90,23 +87,9 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
         running=running,
         waiting=waiting,
         api_servers=api_servers,
-        front_end_share=min(1.0, times.front_end_us / times.request_us),
+        front_end_share=times.front_end_share,
         parts=loop.model.parts(loop.decoding) | _waiting_for_the_front_end(times, loop),
     )
-
-
-def _api_servers(question: LayoutQuestion, layout: Layout, loop: _Loop) -> int:
-    """Return how many API servers one server has: those asked for, else one for each copy, as vLLM starts them, or the
-    fewest more that are not too busy.
-    """
-    if question.api_servers is not None:
-        return question.api_servers
-    possible = question.api_servers_of_engine
-    if layout.devices_of_server > question.gpus_per_machine or layout.disaggregated:
-        possible = range(1, 2)
-    enough_us = _BUSY * loop.times(math.inf).request_us
-    found = next((each for each in possible[:-1] if loop.times(each).front_end_us <= enough_us), possible[-1])
-    return found * layout.data_parallel_size
 
 
 def _waiting_for_the_front_end(times: _Times, loop: _Loop) -> dict[str, Quantity]:
@@ -114,9 +97,7 @@ def _waiting_for_the_front_end(times: _Times, loop: _Loop) -> dict[str, Quantity
     waits_us = times.tpot_us - loop.times(math.inf).tpot_us
     if waits_us <= 0:
         return {}
-    return {
-        FRONT_END: Quantity(waits_us, "us", Source.MODELLED, f"tokens of prompts and answers as in {fitted.LAYOUTS}")
-    }
+    return {FRONT_END: Quantity(waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")}
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -135,8 +116,8 @@ class _Times:
     ttft_us: float
     tpot_us: float
     request_us: float
-    front_end_us: float
-    """Work of the process that took it in, for all requests of one turn of the loop."""
+    front_end_share: float
+    """Of a step of decoding, that the process is busy which sends its tokens out."""
 
 
 class _Loop:
@@ -148,6 +129,7 @@ class _Loop:
         prompt, answer = question.input_tokens, question.output_tokens
         # The stages of a pipeline work on as many groups of the sequences at once.
         group = (running + beside) / stages if running + beside > stages else 1.0
+        self._decoding_at_once = group * stages
         self.decoding = Tokens(group, prompt + answer / 2)
         self._write_us = model.step_us(self.decoding)
         busy = 0.0 if layout.disaggregated else group / 2
@@ -166,15 +148,18 @@ class _Loop:
         question, layout, running = self._question, self.model.layout, self._running
         prompt, answer = question.input_tokens, question.output_tokens
         share = question.front_end / front_ends
-        taken_in_us = fitted.FRONT_END_PROMPT_TOKEN_US * prompt * share
-        served_us = running * (taken_in_us + fitted.FRONT_END_TOKEN_US * answer * share)
-        others_us = max(self._others_us, (running - 1) * taken_in_us)
+        sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
+        write_us = max(self._write_us, sending_us)
+        others_us = self._others_us
         reads = self._alone + self._others
         read_us = (self._alone_us + others_us) / reads
         each_us = others_us / max(1, self._others)
-        waited_us = min(each_us * (self._others + 1) / 2, fitted.READING_WAITED_US)
+        most_us = math.inf if question.burst else fitted.READING_WAITED_US
+        waited_us = min(each_us * (self._others + 1) / 2, most_us)
         first_us = self._alone_us + (running - 1) / running * waited_us
         first_us += (layout.pipeline_parallel_size - 1) * read_us
+        if question.burst:
+            first_us += (running - 1) * fitted.FRONT_END_REQUEST_US * share
         more_tokens = max(1, answer - 1)
         delay_us = 0.0
         if layout.disaggregated:
@@ -183,16 +168,14 @@ class _Loop:
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = self._dropped * (prompt + answer / 2) / self._room
-            slower = max(self._others / 2, self._others - fitted.READING_WAITED_US / max(1.0, each_us)) + again
-            delay_us = min(slower, more_tokens) * max(0.0, each_us - self._write_us)
-        engine_us = self._write_us + delay_us / more_tokens
-        # No process of an engine takes in and sends out more than it can; prompts and tokens wait for it in turns.
-        tpot_us = max(engine_us, fitted.FRONT_END_SHARE_OF_ANSWERS * served_us / more_tokens)
-        ttft_us = max(fitted.REQUEST_US + first_us, served_us - more_tokens * tpot_us)
+            slower = max(self._others / 2, self._others - most_us / max(1.0, each_us)) + again
+            delay_us = min(slower, more_tokens) * max(0.0, each_us - write_us)
+        tpot_us = write_us + delay_us / more_tokens
+        ttft_us = fitted.REQUEST_US + first_us
         return _Times(
             ttft_us=ttft_us,
             tpot_us=tpot_us,
             # No engine answers more than it can read.
             request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
-            front_end_us=served_us,
+            front_end_share=sending_us / write_us,
         )

@@ -15,7 +15,7 @@ from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
 EXPERTS, MATRICES, ATTENTION, SMALL = "experts", "matrices", "attention", "small kernels"
-SAMPLING, EXCHANGE, LOCK_STEP, HOST = "sampling", "exchange", "lock step", "host"
+SAMPLING, EXCHANGE, LOCK_STEP, HOST, LAUNCHES = "sampling", "exchange", "lock step", "host", "launches"
 _BYTES = 2
 """Of an activation."""
 _FP8_BITS = 8
@@ -86,6 +86,9 @@ class StepModel:
         if doublings:
             waiting = fitted.LOCK_STEP_US * doublings
             parts[LOCK_STEP] = Quantity(waiting, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
+        waiting = self._launches_us(tokens) - sum(part.value for part in parts.values())
+        if waiting > 0:
+            parts[LAUNCHES] = Quantity(waiting, "us", Source.MODELLED, f"without a graph, as in {fitted.LONG_PROMPTS}")
         return parts
 
     def _experts_us(self, tokens: Tokens) -> Quantity:
@@ -129,7 +132,7 @@ class StepModel:
         flop = 2 * heads * attention.head_dim * tokens.prompt * tokens.prompt_length * layers
         prefilling = flop / (peak * fitted.PREFILL_ATTENTION_FLOP_SHARE)
         each_us = fitted.ATTENTION_LAYER_US + fitted.ATTENTION_SEQUENCE_US * cache_heads * tokens.sequences
-        value = 1e6 * (decoding + prefilling) + each_us * model.num_layers + fitted.LATENT_LAYER_US * latent * layers
+        value = 1e6 * (decoding + prefilling) + each_us * model.num_layers
         return Quantity(value, "us", Source.MODELLED, f"cache bytes, and calls as in {fitted.LEDGER}")
 
     def _small_kernels_us(self, tokens: Tokens) -> Quantity:
@@ -145,8 +148,17 @@ class StepModel:
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _host_us(self, tokens: Tokens) -> Quantity:
+        if self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size > 1:
+            return Quantity(0.0, "us", Source.MODELLED, "workers are processes of their own")
         value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+
+    def _launches_us(self, tokens: Tokens) -> float:
+        """Return the time that launching its kernels takes of a step without a CUDA graph; 0 with one."""
+        if not tokens.prompt or tokens.total <= fitted.CAPTURED_TOKENS:
+            return 0.0
+        exchange = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
+        return (fitted.LAUNCH_LAYER_US + exchange) * self.question.model.num_layers
 
     def _exchange_us(self, tokens: Tokens) -> Quantity:
         """Return the time of what GPUs send each other: all-reduces of slices, gathers of data parallel copies, and

@@ -19,7 +19,6 @@ _PASSES = (
     ("disaggregation", "Disaggregation"),
     ("replicas", "Replicas"),
     ("parallelism", "Parallelism"),
-    ("api_servers", "ApiServers"),
     ("fp8", "Fp8"),
     ("four_bit", "FourBit"),
     ("sparsity_24", "Sparsity24"),

@@ -33,7 +33,7 @@ class LayoutEstimate:
     api_servers: int
     """Processes of each server that take requests in and send tokens out."""
     front_end_share: float
-    """Of the time, that each of those is busy; 1: the layout is as fast as they are."""
+    """Of a step of decoding, that each of those is busy; 1: the step is as long as they take."""
     why_not: str = ""
     """Why it is not the one that is planned; "" for that one."""
 

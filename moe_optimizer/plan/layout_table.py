@@ -38,7 +38,7 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield from _parts(choice, width)
     best = choice.estimate
     servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
-    yield from _wrapped(f"front end: {servers} busy {best.front_end_share:.0%} of the time", width)
+    yield from _wrapped(f"front end: {servers} busy {best.front_end_share:.0%} of a decode step", width)
     weights = bytes_in_words(best.weight_bytes)
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 

@@ -126,13 +126,6 @@ class ParallelismSection(PassSection):
     where one machine holds the model, else the faster of the other two."""
 
 
-class ApiServersSection(PassSection):
-    """Processes that take requests in and send tokens out."""
-
-    count: int | None = Field(default=None, ge=1, le=64)
-    """Of each server; null: as many as are predicted to be needed, at most four for each copy."""
-
-
 class GraphCaptureSection(PassSection):
     """CUDA graphs. Mode off leaves vLLM's default."""
 
@@ -229,7 +222,6 @@ class Passes(Section):
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()
     tuned_configs: TunedConfigsSection = TunedConfigsSection()
     parallelism: ParallelismSection = ParallelismSection()
-    api_servers: ApiServersSection = ApiServersSection(mode="off")
     graph_capture: GraphCaptureSection = GraphCaptureSection()
     kv_cache: KvCacheSection = KvCacheSection()
     disaggregation: PassSection = PassSection()

@@ -61,7 +61,6 @@ PROFILES = {
     "ours": {"flash_dmoe": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
-    "api-servers": {"api_servers": {"mode": "on"}},
     "tiered": {"disaggregation": {"mode": "on"}, "kv_cache": {"tiering": "on"}},
     "overlapped": {
         "parallelism": {"data_parallel_size": 2, "expert_parallel": "on"},
@@ -94,7 +93,6 @@ CASES = {
     "deepseek-v3_h100_sxm-x8_2-machines": (deepseek_v3, ("h100_sxm", 8), "conservative"),
     "qwen3-30b-a3b_h100_sxm-x8_2-machines": (qwen3_30b_a3b, ("h100_sxm", 8), "conservative"),
     "qwen3-30b-a3b_h100_sxm-x2_offloaded": (qwen3_30b_a3b, ("h100_sxm", 2), "offloaded"),
-    "qwen3-30b-a3b_h200-x2_api-servers": (qwen3_30b_a3b, ("h200", 2), "api-servers"),
     "qwen3-30b-a3b_h100_sxm-x8_overlapped": (qwen3_30b_a3b, ("h100_sxm", 8), "overlapped"),
     "qwen3-30b-a3b_h100_sxm-x1_drafting": (qwen3_30b_a3b, ("h100_sxm", 1), "drafting"),
     "qwen3-30b-a3b_h100_sxm-x1_drafting-model": (qwen3_30b_a3b, ("h100_sxm", 1), "drafting-model"),

@@ -151,11 +151,3 @@ def test_vllm_takes_the_plan_of_every_switch(
         pytest.skip(f"no plan: {error}")
     for arguments in argument_lists(plan):
         parse(arguments.words)
-
-
-def test_workers_know_how_many_api_servers_there_are(parse):
-    from vllm.config import ParallelConfig
-
-    # What vLLM's command writes there before it starts its engine: `planned_flags` compares it with the plan.
-    assert parse([])._api_process_count == ParallelConfig()._api_process_count == 1
-    assert ParallelConfig(_api_process_count=3)._api_process_count == 3

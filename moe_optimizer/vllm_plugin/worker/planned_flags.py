@@ -47,7 +47,6 @@ _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
         "--distributed-executor-backend": lambda config: config.parallel_config.distributed_executor_backend,
         "--enable-expert-parallel": lambda config: config.parallel_config.enable_expert_parallel,
     },
-    "api_servers": {"--api-server-count": lambda config: config.parallel_config._api_process_count},
     "dual_batch_overlap": {
         "--enable-dbo": lambda config: config.parallel_config.enable_dbo,
         "--all2all-backend": lambda config: config.parallel_config.all2all_backend,

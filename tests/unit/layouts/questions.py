@@ -8,7 +8,6 @@ from moe_optimizer.costs.memory import MemoryRequest
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
-from moe_optimizer.plan_context.api_servers import MOST_FOR_AN_ENGINE
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
@@ -26,9 +25,7 @@ def by_itself(layout: Layout) -> bool:
 def question(
     model: ModelSpec | None = None, *, gpus: int, machines: int = 1, hardware: str = "h100_sxm", **changes: Any
 ) -> LayoutQuestion:
-    """Return a question about a BF16 model unless told otherwise, with the shipped tables of kernel speeds and as many
-    API servers as a plan may take.
-    """
+    """Return a question about a BF16 model unless told otherwise, with the shipped tables of kernel speeds."""
     gpu = load_catalog_entry(hardware).gpu
     fields: dict[str, Any] = {
         "clients": 64,
@@ -39,7 +36,6 @@ def question(
         "linear_bits": 16,
         "weights": "bf16",
         "speeds": TABLES,
-        "api_servers_of_engine": range(1, MOST_FOR_AN_ENGINE + 1),
     }
     memory = MemoryRequest(
         model=model or qwen3_30b_a3b(),

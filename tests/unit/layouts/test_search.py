@@ -226,13 +226,13 @@ def with_front_ends(layout: Layout, **changes: Any) -> Prediction:
     return predict(asked, layout, memory_of(asked, layout))
 
 
-def test_one_process_that_takes_requests_in_bounds_slices_before_copies_that_have_one_each():
+def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have_one_each():
     slices, copies = Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)
-    one = {layout: with_front_ends(layout, api_servers_of_engine=range(1, 2)) for layout in (slices, copies)}
+    one = {layout: with_front_ends(layout) for layout in (slices, copies)}
     none = {layout: with_front_ends(layout, front_end=False) for layout in (slices, copies)}
-    assert one[slices].tokens_per_s < 0.6 * none[slices].tokens_per_s
+    assert one[slices].tokens_per_s < 0.85 * none[slices].tokens_per_s
     assert one[slices].front_end_share == 1
-    assert one[copies].tokens_per_s > 0.9 * none[copies].tokens_per_s
+    assert one[copies].tokens_per_s > 0.99 * none[copies].tokens_per_s
     # What tokens wait for is a part of the step, and only there.
     parts = one[slices].parts
     assert parts[FRONT_END].value > 0.4 * sum(part.value for part in parts.values())
@@ -240,11 +240,22 @@ def test_one_process_that_takes_requests_in_bounds_slices_before_copies_that_hav
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)])
-def test_more_api_servers_never_make_a_layout_slower_and_are_not_taken_where_one_will_do(layout):
+def test_more_api_servers_never_make_a_layout_slower_and_change_nothing_for_few_clients(layout):
     rates = [with_front_ends(layout, api_servers=count).tokens_per_s for count in (8, 16, 32)]
     assert rates == sorted(rates)
-    chosen = with_front_ends(layout)
-    assert chosen.tokens_per_s > 0.95 * with_front_ends(layout, front_end=False).tokens_per_s
-    assert chosen.front_end_share < 0.8
-    few = dataclasses.replace(question(gpus=8, hardware="h200"), clients=8)
-    assert predict(few, layout, memory_of(few, layout)).api_servers == layout.data_parallel_size
+    asked = question(gpus=8, hardware="h200", clients=8)
+    few = [
+        predict(dataclasses.replace(asked, api_servers=count), layout, memory_of(asked, layout)).tokens_per_s
+        for count in (layout.data_parallel_size, 8 * layout.data_parallel_size)
+    ]
+    assert few[0] == few[1]
+
+
+def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_write_faster():
+    layout = Layout(tensor_parallel_size=2)
+    asked = question(mixtral_8x7b(), gpus=2, clients=512)
+    loop, burst = (
+        predict(dataclasses.replace(asked, burst=burst), layout, memory_of(asked, layout)) for burst in (False, True)
+    )
+    assert burst.ttft_ms > 3 * loop.ttft_ms
+    assert burst.tpot_ms < 0.8 * loop.tpot_ms

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from moe_optimizer.layouts.experts import expert_times
-from moe_optimizer.layouts.step import ATTENTION, MATRICES, StepModel, Tokens
+from moe_optimizer.layouts.step import ATTENTION, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
-from tests.builders import deepseek_v3, mixtral_8x7b, qwen3_30b_a3b
+from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
 from tests.unit.layouts.questions import question
 
 ATTENTION_US = [
@@ -68,3 +68,35 @@ def test_a_modelled_division_of_experts_is_scaled_to_a_measured_one_of_the_same_
     # Every expert is hit, so both read as many bytes: what one was measured to take more than modelled, both do.
     even = dataclasses.replace(experts, imbalance=1.0, num_ranks=1)
     assert even.layer_us(64).value == pytest.approx(slices.layer_us(64).value, rel=0.02)
+
+
+def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_graph_none():
+    model = StepModel(question(gpus=4), Layout(tensor_parallel_size=4))
+    few, many = model.parts(Tokens(16, 576, 512 - 16, 512)), model.parts(Tokens(16, 576, 512, 512))
+    assert LAUNCHES not in few
+    assert sum(part.value for part in many.values()) == pytest.approx(2200 * qwen3_30b_a3b().num_layers)
+    # A plan has every step captured that only decodes.
+    assert LAUNCHES not in model.parts(Tokens(1024, 576))
+
+
+def test_where_workers_have_processes_of_their_own_the_host_is_hidden():
+    asked = question(gpus=2)
+    layouts = (Layout(), Layout(data_parallel_size=2, expert_parallel=True), Layout(tensor_parallel_size=2))
+    one, copies, slices = (StepModel(asked, layout).parts(Tokens(1, 576))[HOST].value for layout in layouts)
+    assert one == copies > 0
+    assert slices == 0
+
+
+def test_experts_that_a_measured_load_does_not_use_are_not_read():
+    model = mixtral_8x7b()
+    tokens = tuple(int(expert < model.top_k) for expert in range(model.num_experts))
+    load = expert_load(model)
+    one_route = dataclasses.replace(
+        load, layers=tuple(dataclasses.replace(each, tokens=tokens) for each in load.layers)
+    )
+    even, same = (
+        expert_times(question(model, gpus=1, speeds=SpeedTables(), load=each), Layout()).layer_us(16).value
+        for each in (None, one_route)
+    )
+    # Two of eight experts are read.
+    assert same < 0.4 * even

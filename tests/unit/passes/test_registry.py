@@ -22,7 +22,6 @@ def test_the_switches_are_those_of_the_command_line():
     assert flags == {
         "parallelism": "parallelism",
         "expert-parallel": "parallelism.expert_parallel",
-        "api-servers": "api_servers",
         "fp8": "fp8",
         "four-bit": "four_bit",
         "sparsity": "sparsity_24",

@@ -57,7 +57,7 @@ def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
     assert choice.estimates[0].layout == choice.chosen
     assert not choice.estimates[0].why_not
     assert all(each.why_not for each in choice.estimates[1:])
-    assert {"experts", "attention", "exchange", "host"} <= choice.parts_us.keys()
+    assert {"experts", "attention", "exchange"} <= choice.parts_us.keys()
     assert all(part.ref for part in choice.parts_us.values())
 
 

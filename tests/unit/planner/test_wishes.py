@@ -62,7 +62,6 @@ WHERE_NOT = {
     "expert-load": (dense_model, gpus("h100_sxm")),
     "expert-placement": (qwen3_30b_a3b, gpus("h100_sxm")),
     "tuned-configs": (tiny_moe, cpu_machine()),
-    "api-servers": (tiny_moe, cpu_machine()),
     "graph-capture": (tiny_moe, cpu_machine()),
     "kv-cache": (deepseek_v3, gpus("h200", 8)),
     "kv-tiering": (tiny_moe, cpu_machine()),

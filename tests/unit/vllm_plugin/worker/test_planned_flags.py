@@ -312,13 +312,3 @@ def test_another_backend_than_the_fastest_is_found() -> None:
     assert differences(chosen, chosen.vllm_args, vllm_config(moe_backend="marlin"), BF16) == ()
     (difference,) = differences(chosen, chosen.vllm_args, vllm_config(), BF16)
     assert "--moe-backend: vLLM runs with auto" in difference
-
-
-def test_api_servers_that_vllm_did_not_start_are_seen():
-    asked = request(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", wishes=resolve_wishes(["api-servers"], []))
-    plan = make_plan(asked)
-    decision, count = plan.decision("api_servers"), plan.serve_args.count("--api-server-count")
-    assert count is not None
-    assert not differences(decision, plan.serve_args, vllm_config(_api_process_count=count), BF16)
-    (found,) = differences(decision, plan.serve_args, vllm_config(), BF16)
-    assert "--api-server-count" in found
