@@ -26,10 +26,11 @@ from scripts.predicted_loads import Case, by_pass, cases, choices  # noqa: E402
 PAGE = ROOT / "docs" / "model_error.md"
 _HEAD = """# How wrong the predictions are
 
-Written by `scripts/model_error.py` from the records named below: random weights (so even routing; of deepseek_v2 every
-token goes to the same experts, because the scores of random weights are equal in BF16), of Qwen3-30B-A3B where no other
-model is named, vLLM 0.26, closed loops; where each client sent one request, they came all at once. Error: predicted over measured, less one. A case
-in italics gave a constant of the model and is left out of the means. How a prediction is made: [layouts](layouts.md).
+Written by `scripts/model_error.py` from the records named below: random weights, of Qwen3-30B-A3B where no other model
+is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
+experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
+predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means. How a
+prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
