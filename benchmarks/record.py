@@ -122,9 +122,14 @@ def cpu_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "cpu"
 
 
+def record_path(date: str, machine: str, subject: str) -> Path:
+    """Return where a record is stored: <date>_<machine>_<subject>.json."""
+    return RECORDS / f"{date}_{machine}_{subject}.json"
+
+
 def write_record(record: dict[str, Any], machine: str, subject: str) -> None:
-    """Store a record that has its "date" as <date>_<machine>_<subject>.json, and say where."""
-    path = RECORDS / f"{record['date']}_{machine}_{subject}.json"
+    """Store a record that has its "date", and say where."""
+    path = record_path(record["date"], machine, subject)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")

@@ -50,6 +50,8 @@ def climb(request: ClimbRequest, _on_step: OnStep) -> Climbed:
     llm = LLM(
         settings.model, load_format=settings.load_format, dtype=settings.dtype, device=settings.device,
         skip_tokenizer_init=True, max_model_len=longest, max_num_batched_tokens=max(2048, longest),
+        # No CUDA graphs of more.
+        max_num_seqs=min(256, settings.num_requests),
         **{**NAIVE, **arguments},
     )  # fmt: skip
     if settings.on_gpu and "gpu_sampler" not in {each.name for each in below}:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_optimizer.measure.ablation.rungs import OPTIMIZATIONS, AblationResult, AblationSettings, Rung
@@ -13,18 +16,44 @@ _MODULE = "moe_optimizer.measure.ablation.climb"
 _GRACE_S = 5.0
 
 
-def run_ablation(settings: AblationSettings, *, log_folder: Path, on_step: OnStep) -> AblationResult:
+@dataclass(slots=True)
+class Climb:
+    """How far a climb has come: one that was cut off goes on from there."""
+
+    rungs: list[Rung] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    """Of the first rung, which those of the others are compared with."""
+
+
+def run_ablation(
+    settings: AblationSettings,
+    *,
+    log_folder: Path,
+    on_step: OnStep,
+    climb: Climb | None = None,
+    on_rung: Callable[[], None] = lambda: None,
+    limit_s: float | None = None,
+) -> AblationResult:
     """Return what was found on each rung that this machine has.
 
+    Args:
+        settings: what to climb with.
+        log_folder: gets a file of each rung's process.
+        on_step: see `OnStep`.
+        climb: gets each rung as it is found; those that it has are not climbed again.
+        on_rung: called when it has another one.
+        limit_s: seconds for all of it.
+
     Raises:
-        MeasurementError: a rung ended without a result; or its tokens differ on a CPU, and nothing below may change
-            rounding.
+        MeasurementError: a rung ended without a result, or not in time; or its tokens differ on a CPU, and nothing
+            below may change rounding.
         MoeOptimizerError: the engine cannot run the model.
     """
-    rungs: list[Rung] = []
-    first: list[list[int]] = []
+    begun, climb = time.monotonic(), climb or Climb()
+    rungs = climb.rungs
+    known = {rung.name for rung in rungs}
     for place, each in enumerate(OPTIMIZATIONS):
-        if each.needs_gpu and not settings.on_gpu:
+        if each.name in known or (each.needs_gpu and not settings.on_gpu):
             continue
         on_step(place / len(OPTIMIZATIONS), each.name)
         found = run_measurement(
@@ -34,11 +63,11 @@ def run_ablation(settings: AblationSettings, *, log_folder: Path, on_step: OnSte
             # Waiting threads would spin on cores that others need.
             environment={"OMP_WAIT_POLICY": "passive", **os.environ},
             log=log_folder / f"{each.name.replace(' ', '_')}.log",
+            timeout_s=None if limit_s is None else max(0.0, limit_s - (time.monotonic() - begun)),
             grace_s=_GRACE_S,
         )
-        outputs = found.pop("outputs")
-        first = first or outputs
-        equal = _equal(first, outputs)
+        climb.outputs = climb.outputs or found["outputs"]
+        equal = _equal(climb.outputs, found["outputs"])
         rung = Rung(
             name=each.name,
             added=each.added,
@@ -51,6 +80,7 @@ def run_ablation(settings: AblationSettings, *, log_folder: Path, on_step: OnSte
             equal=equal,
         )
         rungs.append(rung)
+        on_rung()
         # On a GPU a product of another batch size may add in another order, from the first batches on.
         if equal < 1 and not settings.on_gpu and not any(below.rounds for below in rungs):
             raise MeasurementError(f"{each.name}: {1 - equal:.1%} of the tokens differ from the naive loop's")

@@ -27,9 +27,7 @@ def random_requests(
 
 
 def peak_bytes() -> int:
-    """Return the most memory that was in use: of the GPU, or of this process on a CPU."""
+    """Return the most memory that was in use: of the GPU, or of this process where none of a GPU was."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

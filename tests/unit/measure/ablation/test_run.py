@@ -75,3 +75,24 @@ def test_other_tokens_are_an_error_unless_rounding_may_have_changed(
             climbed()
     else:
         assert {each.name: each.equal for each in climbed().rungs}[rung] == 0.5
+
+
+def test_a_climb_that_was_cut_off_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def pretended(_module: str, request: Any, **named: Any) -> Any:
+        if len(started) == 3 and named["timeout_s"]:
+            raise MeasurementError(f"not done after {named['timeout_s']:.0f} s")
+        started.append(request["rung"])
+        return {"tokens": 2, "seconds": [0.5], "peak_bytes": 1, "outputs": [[7, 8]]}
+
+    monkeypatch.setattr(run, "run_measurement", pretended)
+    climb, seen = run.Climb(), list[int]()
+    more: dict[str, Any] = {"log_folder": tmp_path, "on_step": lambda _share, _text: None, "climb": climb}
+    with pytest.raises(MeasurementError, match="after 100 s"):
+        run.run_ablation(SETTINGS, **more, on_rung=lambda: seen.append(len(climb.rungs)), limit_s=100)
+    assert seen == [1, 2, 3]
+    assert climb.outputs == [[7, 8]]
+    result = run.run_ablation(SETTINGS, **more)
+    assert started == ON_CPU
+    assert [rung.name for rung in result.rungs] == [OPTIMIZATIONS[place].name for place in ON_CPU]
