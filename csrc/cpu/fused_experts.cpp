@@ -57,10 +57,12 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Rows per task: the largest tile that still leaves every thread several tasks to balance with.
+// Rows per task: the largest tile that still leaves every thread several tasks to balance with. A thread alone has
+// nobody to balance with, and in short tiles few tokens read their weights as streams of a few lines.
 int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
+  const int64_t tasks = threads == 1 ? 1 : 8 * threads;
   for (int64_t tile = kMaxTaskRows; tile > kSizeMultiple; tile /= 2) {
-    if (ceil_div(rows, tile) * parallel_tiles >= 8 * threads) return tile;
+    if (ceil_div(rows, tile) * parallel_tiles >= tasks) return tile;
   }
   return kSizeMultiple;
 }
