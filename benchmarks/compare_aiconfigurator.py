@@ -1,13 +1,13 @@
 """Compares the layouts that the plan would choose with what AIConfigurator estimates of all of them.
 
-    python benchmarks/compare_aiconfigurator.py --data FILE [--models HUB_ID,...] [--front-end] [--write]
+    python benchmarks/compare_aiconfigurator.py --data FILE [--models HUB_ID,...] [--processes] [--write]
 
 Needs the package `aiconfigurator` (0.12, its data for vLLM) in the environment; --data keeps its estimates, so that a
 second run needs it no more. For each model, GPU, number of GPUs and clients (1024 tokens in, 512 out, steps of 8192
 tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
-left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that takes requests in,
-so on our side it does not count either; with --front-end it does.
+left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that GPUs wait for
+(launches of steps without a CUDA graph, the API server), so on our side none counts either; with --processes they do.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
     parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--front-end", action="store_true", help="count it on our side, as plans do")
+    parser.add_argument("--processes", action="store_true", help="count them on our side, as plans do")
     options = parser.parse_args()
     models = options.models.split(",")
     data = json.loads(options.data.read_text(encoding="utf-8")) if options.data.exists() else {}
@@ -83,7 +83,7 @@ def main() -> int:
             for machine in MACHINES:
                 for clients in CLIENTS:
                     found, ratios = compare(
-                        data, model, spec, system, machine=machine, clients=clients, front_end=options.front_end
+                        data, model, spec, system, machine=machine, clients=clients, processes=options.processes
                     )
                     cases += found
                     errors += ratios
@@ -91,7 +91,7 @@ def main() -> int:
         **head(
             "layouts that our search chooses, as AIConfigurator 0.12 (vLLM data) estimates them, as a share of its "
             "own best; a comparison of two predictions, nothing was measured"
-            + ("; the front end counts on our side" if options.front_end else ""),
+            + ("; the processes that GPUs wait for count on our side" if options.processes else ""),
             options.commit,
         ),
         "environment": host(os.getloadavg()[0]),
@@ -101,7 +101,7 @@ def main() -> int:
     }
     print(json.dumps(record["summary"], indent=1))
     if options.write:
-        write_record(record, "h100-h200", "layouts_compared" + "_front_end" * options.front_end)
+        write_record(record, "h100-h200", "layouts_compared" + "_processes" * options.processes)
     return 0
 
 
@@ -205,7 +205,7 @@ def compare(
     *,
     machine: tuple[int, int],
     clients: int,
-    front_end: bool,
+    processes: bool,
 ) -> tuple[list[dict[str, Any]], list[Ratio]]:
     """Return both goals' cases of one question, and our predictions over AIConfigurator's, layout by layout."""
     gpu = load_catalog_entry(SYSTEMS[system]).gpu
@@ -218,7 +218,7 @@ def compare(
         memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
-        speeds=read_kernel_speeds(Path("/nonexistent")), front_end=front_end,
+        speeds=read_kernel_speeds(Path("/nonexistent")), processes=processes,
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []

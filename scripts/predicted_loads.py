@@ -58,9 +58,11 @@ FITTED = {
     ("2026-11-26_h100_x4_layouts", "stock", "tp4", 1): "HOST_US with slices",
     ("2026-11-26_h100_x4_layouts", "stock", "tp2x2", 1): "HOST_US with slices",
     ("2026-11-26_h100_x4_layouts", "stock", "tp4", 16): "LAUNCH_EXCHANGE_US",
-    ("2026-11-26_h100_x4_layouts", "stock", "tp4", 512): "FRONT_END_REQUEST_US",
+    ("2026-11-26_h100_x4_layouts", "stock", "tp4", 512): "FRONT_END_REQUEST_US, FRONT_END_TOKEN_US",
     ("2026-11-26_h200_x4_layouts", "stock", "tp4", 16): "LAUNCH_EXCHANGE_US",
+    ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 512): "FRONT_END_TOKEN_US",
     ("2026-11-26_h200_x4_layouts", "stock", "tp4", 512): "FRONT_END_TOKEN_US",
+    ("2026-11-26_h200_x4_layouts", "stock", "tp4ep", 512): "FRONT_END_TOKEN_US",
     ("2026-11-26_h200_x4_layouts", "stock", "tp1dp4ep", 16): "LOCK_STEP_US",
     ("an independent trial", "marlin", "tp1", 64): "VLLM_EXPERTS in four bits",
 }

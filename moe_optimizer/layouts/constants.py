@@ -71,7 +71,7 @@ HOST_US = 400.0
 slices or stages, whose workers are processes of their own, the next step is prepared meanwhile: slices on two and four
 H100 take 0.3 to 0.8 ms less than a sum with it (benchmarks/records/2026-11-26_h100_x4_layouts.json, 1 client)."""
 HOST_SEQUENCE_US = 1.8
-"""The same for each further sequence: (633 - 403) us / 127."""
+"""The same for each further sequence, with slices too: (633 - 403) us / 127."""
 CAPTURED_TOKENS = 512
 """vLLM captures CUDA graphs of steps up to so many tokens; of steps that only decode, a plan has all captured."""
 LAUNCH_LAYER_US = 1500.0
@@ -87,9 +87,9 @@ assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 FRONT_END_TOKEN_US = 44.0
-"""Of each token of an answer, in the one process of an engine (API server) that sends tokens out: what 512 clients with
-slices wait between two tokens, 22.9 ms in LAYOUTS, over 512; 41 to 55 us with other slices. vLLM starts one such
-process, or as many as a server has copies on a machine (--api-server-count)."""
+"""Of each token of an answer, in the one process of an engine (API server) that sends tokens out: the median time
+between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
+four H100. vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
 FRONT_END_REQUEST_US = 1000.0
 """Of each request of those that come all at once, before the first gets a token, in the same process: 95 % of 512
 clients wait 0.3 to 0.7 s longer than the reading of their prompts lets them in all records of layouts."""

@@ -54,8 +54,10 @@ class LayoutQuestion:
     """Measured load of the experts; None: it is assumed to be uneven, or even with `even_routing`."""
     even_routing: bool = False
     """Whether the weights are random (--load-format dummy)."""
-    front_end: bool = True
-    """Whether the processes count that take requests in and send tokens out (vLLM's API servers)."""
+    processes: bool = True
+    """Whether processes count that GPUs wait for: those that launch kernels, and those that send tokens out (vLLM's API
+    servers).
+    """
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     burst: bool = False

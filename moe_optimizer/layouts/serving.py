@@ -147,7 +147,7 @@ class _Loop:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, running = self._question, self.model.layout, self._running
         prompt, answer = question.input_tokens, question.output_tokens
-        share = question.front_end / front_ends
+        share = question.processes / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
         write_us = max(self._write_us, sending_us)
         others_us = self._others_us

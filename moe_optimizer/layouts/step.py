@@ -148,14 +148,13 @@ class StepModel:
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _host_us(self, tokens: Tokens) -> Quantity:
-        if self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size > 1:
-            return Quantity(0.0, "us", Source.MODELLED, "workers are processes of their own")
-        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled
+        hidden = self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size > 1
+        value = (0.0 if hidden else fitted.HOST_US) + fitted.HOST_SEQUENCE_US * tokens.sampled
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _launches_us(self, tokens: Tokens) -> float:
         """Return the time that launching its kernels takes of a step without a CUDA graph; 0 with one."""
-        if not tokens.prompt or tokens.total <= fitted.CAPTURED_TOKENS:
+        if not self.question.processes or not tokens.prompt or tokens.total <= fitted.CAPTURED_TOKENS:
             return 0.0
         exchange = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
         return (fitted.LAUNCH_LAYER_US + exchange) * self.question.model.num_layers

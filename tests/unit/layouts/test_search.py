@@ -97,7 +97,7 @@ AICONFIGURATOR = {
 
 @pytest.mark.parametrize("clients", AICONFIGURATOR)
 def test_the_choice_has_95_percent_of_the_best_tokens_per_s_by_aiconfigurator(clients):
-    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512, front_end=False)
+    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512, processes=False)
     chosen = rank(asked, "throughput", Limits(), allowed=by_itself).within[0].layout.name
     known = AICONFIGURATOR[clients]
     assert chosen in known
@@ -229,7 +229,7 @@ def with_front_ends(layout: Layout, **changes: Any) -> Prediction:
 def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have_one_each():
     slices, copies = Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)
     one = {layout: with_front_ends(layout) for layout in (slices, copies)}
-    none = {layout: with_front_ends(layout, front_end=False) for layout in (slices, copies)}
+    none = {layout: with_front_ends(layout, processes=False) for layout in (slices, copies)}
     assert one[slices].tokens_per_s < 0.85 * none[slices].tokens_per_s
     assert one[slices].front_end_share == 1
     assert one[copies].tokens_per_s > 0.99 * none[copies].tokens_per_s
