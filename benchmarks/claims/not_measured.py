@@ -90,7 +90,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "docs/model_error.md": [
         (
             "| | TPOT | tokens/s |",
-            "| 14.44 | +24% | | | not published |",
+            "| 14.39 | +24% | | | not published |",
             (
                 "2026-11-21_h200_layouts",
                 "2026-11-21_h200_served",
@@ -104,7 +104,12 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         (
             "Against the served records the mean error",
             "Measured by nobody here",
-            ("2026-11-22_h100_served", "2026-11-26_h100-h200_layouts_compared"),
+            (
+                "2026-11-22_h100_served",
+                "2026-11-26_h100_x4_layouts",
+                "2026-11-26_h100-h200_layouts_compared",
+                "2026-11-26_h100-h200_layouts_compared_processes",
+            ),
         ),
     ],
     "docs/layouts.md": [

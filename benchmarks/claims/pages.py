@@ -18,7 +18,6 @@ _DECODE = "2026-11-26_epyc_engine_decode_bandwidth"
 _CHECKS = "2026-11-20_h200_checks"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
-_AS_PLANNED = "2026-11-26_h100-h200_layouts_compared_processes"
 _FOUR_GPUS = "2026-11-26_h100_x4_layouts"
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
@@ -148,8 +147,8 @@ def _with_512_clients(found: Any) -> list[float]:
 
 CLAIMS = [
     Claim("docs/layouts.md", "had {9,613} tokens/s with one API server, and with four\n(`--api-server-count 4`) "
-          "{9,645} in one start and {12,363} in another; in both each token came sooner, in {30.9} and {27.0} ms in place "
-          "of {35.7}. Two servers of two\nGPUs, which have one each, had {14,560} and {23.2} ms", (_FOUR_GPUS,),
+          "{9,645} in one start and {12,363} in another; in both each token came sooner, in {30.9} and {27.0} ms in "
+          "place of {35.7}. Two servers of two\nGPUs, which have one each, had {14,560} and {23.2} ms", (_FOUR_GPUS,),
           _with_512_clients),
     Table("docs/engine.md", "| added |", "Two cores of an EPYC without", 2, (_ABLATION,), _rungs),
     Claim("docs/engine.md", "differ by up to {1.3} times, and the first of FP8 took {3.4} times", (_ABLATION,),

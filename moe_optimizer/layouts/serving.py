@@ -76,6 +76,7 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
     api_servers = question.api_servers or layout.data_parallel_size
     times = loop.times(api_servers / layout.data_parallel_size)
+    waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
     waiting = clients - running
     active = min(question.clients, running * engines)
     return Prediction(
@@ -88,16 +89,8 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
         waiting=waiting,
         api_servers=api_servers,
         front_end_share=times.front_end_share,
-        parts=loop.model.parts(loop.decoding) | _waiting_for_the_front_end(times, loop),
+        parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
-
-
-def _waiting_for_the_front_end(times: _Times, loop: _Loop) -> dict[str, Quantity]:
-    """Return the part of a step in which a token waits until it is sent; {} where none does."""
-    waits_us = times.tpot_us - loop.times(math.inf).tpot_us
-    if waits_us <= 0:
-        return {}
-    return {FRONT_END: Quantity(waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")}
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -118,6 +111,8 @@ class _Times:
     request_us: float
     front_end_share: float
     """Of a step of decoding, that the process is busy which sends its tokens out."""
+    waits_us: float
+    """Of a step of decoding, what its tokens wait for that process."""
 
 
 class _Loop:
@@ -178,4 +173,5 @@ class _Loop:
             # No engine answers more than it can read.
             request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
             front_end_share=sending_us / write_us,
+            waits_us=write_us - self._write_us,
         )

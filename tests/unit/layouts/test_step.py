@@ -83,8 +83,8 @@ def test_where_workers_have_processes_of_their_own_the_host_is_hidden():
     asked = question(gpus=2)
     layouts = (Layout(), Layout(data_parallel_size=2, expert_parallel=True), Layout(tensor_parallel_size=2))
     one, copies, slices = (StepModel(asked, layout).parts(Tokens(1, 576))[HOST].value for layout in layouts)
-    assert one == copies > 0
-    assert slices == 0
+    assert one == copies > 300
+    assert slices < 10
 
 
 def test_experts_that_a_measured_load_does_not_use_are_not_read():
