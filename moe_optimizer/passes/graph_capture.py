@@ -43,7 +43,7 @@ class GraphCapture(OptimizationPass):
     flag = "graph-capture"
     title = "CUDA graphs for every planned batch size"
     limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
-    no_gain = "how long a step waits for launches without a graph is in no record"
+    no_gain = "how long a step that only decodes waits for launches without a graph is in no record"
 
     def why_not(self, ctx: PlanContext) -> str:
         """CUDA graphs need a GPU and no argument of the user's against them; eager execution needs neither."""
