@@ -97,4 +97,7 @@ def _likely_tokens(
     while not found.keys() >= {*ids}:
         for output in engine.step():
             found.setdefault(output.request_id, (output.outputs[0].logprobs or [{}])[0])
+            if output.request_id in ids and engine.scheduler.waiting:
+                # Its seat is for a beam that waits; those behind it will be computed again.
+                engine.abort_request(output.request_id)
     return [found[request_id] for request_id in ids]
