@@ -43,14 +43,12 @@ class LLM:
         listed = several(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.get_default_sampling_params()] * len(listed)
-        if not all(isinstance(each, SamplingParams) for each in sampling_params):
-            raise InputError(
-                f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one for each prompt"
-            )
         priorities = [0] * len(listed) if priority is None else priority
         for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
-            if len(values) != len(listed):
-                raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(listed)})")
+            if not isinstance(values, Sequence) or len(values) != len(listed):
+                raise InputError(f"{name}: got {values!r}, expected one for each of {len(listed)} prompts")
+        if not all(isinstance(each, SamplingParams) for each in sampling_params):
+            raise InputError(f"sampling_params: got {sampling_params!r}, expected SamplingParams")
         groups = [
             self.llm_engine.make_group(str(next(self._ids)), prompt, each.model_copy(update=_FINAL_ONLY), number)
             for prompt, each, number in zip(listed, sampling_params, priorities, strict=True)
@@ -74,6 +72,8 @@ class LLM:
         **template_arguments: Any,
     ) -> list[RequestOutput]:
         """Return the answers to one conversation, or to several, through the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise InputError(f"messages: got {messages!r}, expected a list of messages, or of conversations")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

@@ -92,7 +92,11 @@ class LLMEngine:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if not isinstance(prompt, Sequences):
             raise InputError(f"prompt: got {prompt!r}, expected text or token ids")
+        if not isinstance(priority, int):
+            raise InputError(f"priority: got {priority!r}, expected an integer")
         text = prompt if isinstance(prompt, str) else None
+        if text is not None and any("\ud800" <= each <= "\udfff" for each in text):
+            raise InputError("prompt: got a lone surrogate, expected text")
         if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
         token_ids: list[Any] = list(prompt) if text is None else self.tokenizer.encode(text, verbose=False)

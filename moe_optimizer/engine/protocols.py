@@ -1,6 +1,4 @@
-"""The parts of the engine that have nothing in common with the ones they replace; a scheduler or block manager is one
-that inherits from `Scheduler` or `BlockManager`.
-"""
+"""The parts that a class of one's own can take the place of; a scheduler or block manager inherits from ours."""
 
 from typing import Protocol
 

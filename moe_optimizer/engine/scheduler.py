@@ -95,7 +95,6 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Run a sequence of which `parent` has computed all but the last token; without a seat it waits like others."""
-        # A beam before this one may have lost its blocks.
         if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.blocks.fork(parent, child)
             self._run(child)

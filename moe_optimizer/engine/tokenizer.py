@@ -32,7 +32,7 @@ def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[in
     """Return a conversation as the model's template writes it, by default up to where the answer begins."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise InputError("messages: got a conversation, and the model has no chat template", hint="use completions")
-    options = {"add_generation_prompt": True, **options, "return_dict": False}
+    options = {"tokenizer_kwargs": {"verbose": False}, "add_generation_prompt": True, **options, "return_dict": False}
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # noqa: BLE001  (a template computes what it likes with messages and options)

@@ -185,8 +185,8 @@ def test_a_cache_that_is_more_than_there_is_memory_names_what_to_lower(given: di
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [2048], [-1], [1] * 2048, "x " * 3000, 5.5, None, {}, {"text": "x"}],
-    ids=lambda each: str(each)[:10],
+    ["", [], [2048], [-1], [1] * 2048, "x " * 3000, 5.5, None, {}, {"text": "x"}, "x\ud800"],
+    ids=lambda each: ascii(each)[:10],
 )
 def test_a_prompt_that_cannot_be_served_is_refused(tiny_moe_llm: LLM, prompt: Any) -> None:
     for prompts in ([prompt], prompt) if prompt != [] else ([prompt],):
@@ -202,6 +202,8 @@ def test_a_prompt_that_is_too_long_is_not_warned_of_beside_the_error(caplog: pyt
     try:
         with pytest.raises(InputError, match="prompt"):
             llm.generate("x " * 3000, GREEDY, use_tqdm=False)
+        with pytest.raises(InputError, match="prompt"):
+            llm.chat([{"role": "user", "content": "x " * 3000}], GREEDY, use_tqdm=False)
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.messages == []
@@ -219,6 +221,19 @@ def test_parameters_that_are_none_are_refused(tiny_moe_llm: LLM) -> None:
     for params in (wrong, [wrong]):
         with pytest.raises(InputError, match="sampling_params"):
             tiny_moe_llm.generate(PROMPTS[:1], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("priority", [1, [1], [1, "x"], [None, 1], [1.5, 2]], ids=str)
+def test_a_priority_that_is_no_number_for_each_prompt_is_refused(tiny_moe_llm: LLM, priority: Any) -> None:
+    with pytest.raises(InputError, match="priority"):
+        tiny_moe_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, priority=priority)
+    assert not tiny_moe_llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("messages", [5, {"role": "user", "content": "x"}, "hello"], ids=str)
+def test_messages_that_are_no_conversation_are_refused(tiny_moe_llm: LLM, messages: Any) -> None:
+    with pytest.raises(InputError, match="messages"):
+        tiny_moe_llm.chat(messages, GREEDY, use_tqdm=False)
 
 
 def test_an_end_that_the_model_cannot_generate_is_none(tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
         ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400),
         ("completions", {"prompt": "x", "self": 1}, 400),
         ("completions", {"prompt": ["x"] * 5000}, 400),
+        ("completions", {"prompt": "x", "max_tokens": "5"}, 400),
+        ("completions", {"prompt": "x", "logprobs": True}, 400),
+        ("completions", {"prompt": [True]}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, 400),
         ("nothing", {}, 404),
     ],
     ids=lambda each: str(each)[:60],
@@ -216,6 +220,12 @@ def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, pa
     message = reply.json()["error"]["message"]
     assert said in message
     assert not message.startswith((":", "0:"))
+
+
+def test_a_body_without_its_content_type_is_told_what_is_missing(url: str) -> None:
+    reply = httpx.post(f"{url}/v1/completions", content='{"prompt": "x"}')
+    assert reply.status_code == 400
+    assert "content-type: application/json" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

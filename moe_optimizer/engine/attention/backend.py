@@ -66,8 +66,7 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     if name == "triton":
         raise UnsupportedError("attention_backend: got 'triton', and Triton is not installed")
     logger.warning(
-        "Triton is not installed: attention gathers the KV blocks that each step reads, and decodes run without CUDA "
-        "graphs"
+        "Triton is not installed: attention gathers what it reads, and decodes run without CUDA graphs"
     )
     return SdpaAttention()
 

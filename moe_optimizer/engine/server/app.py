@@ -84,7 +84,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
             return _error(400, f"body: got no JSON: {first['ctx']['error']}")
         # Of a field that takes several types, pydantic names the type too: list[int].
         names = [each for each in map(str, first["loc"][1:]) if "[" not in each]
-        return _error(400, f"{'.'.join(names) or 'body'}: {first['msg']}")
+        return _error(400, f"{'.'.join(names) or 'body (JSON, content-type: application/json)'}: {first['msg']}")
 
     @app.exception_handler(HTTPException)
     async def _(_request: Request, error: HTTPException) -> Response:

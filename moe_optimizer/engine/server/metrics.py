@@ -9,10 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from moe_optimizer.engine.async_llm import Indexed
 from moe_optimizer.engine.llm_engine import LLMEngine
 
-_COUNTED = (
-    "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success", "request_aborted",
-    "request_failed",
-)  # fmt: skip
+_REQUESTS = ("request_success", "request_aborted", "request_failed")
+_COUNTED = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", *_REQUESTS)
 _TIMED = ("time_to_first_token_seconds", "e2e_request_latency_seconds")
 
 

@@ -44,11 +44,10 @@ class Reply:
 
     def _usage(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self._num_prompt,
-            "completion_tokens": self._num_output,
+            "prompt_tokens": self._num_prompt, "completion_tokens": self._num_output,
             "total_tokens": self._num_prompt + self._num_output,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
-        }
+        }  # fmt: skip
 
     def _choices(self, position: int, output: RequestOutput, part: str) -> list[dict[str, Any]]:
         """Count an output, and return its samples: those of a stream only if something is new."""

@@ -28,7 +28,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 class ApiRequest(BaseModel):
     """What both kinds of requests share."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     stream: bool = False
