@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.proof.record import CacheSaturation
 from moe_optimizer.vllm_plugin.session import PluginSession
+
+if TYPE_CHECKING:
+    import torch
 
 _LARGEST = {"fp8": 0x7E, "fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}
 """vLLM's name of a cache's dtype -> bits of the largest finite number, without the sign."""
@@ -74,6 +75,8 @@ class _Sampler:
             self._blocks = list(new[-1].block_ids[0][:_BLOCKS])
 
     def _sample(self, worker: Any) -> None:
+        import torch  # not at the top: the doctor, and the help of all commands, read this module's neighbours
+
         self._read_earlier()
         caches = [each for each in worker.model_runner.kv_caches if isinstance(each, torch.Tensor)]
         cache = caches[next(self._layer) % len(caches)]
@@ -105,5 +108,7 @@ def count_saturated(stored: torch.Tensor, largest: int) -> torch.Tensor:
     Returns:
         int64 [2], on the device of `stored`.
     """
+    import torch
+
     magnitudes = stored & _MAGNITUDE
     return torch.stack([torch.count_nonzero(magnitudes), torch.count_nonzero(magnitudes == largest)])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.proof.record import MemoryProof
 from moe_optimizer.vllm_plugin.session import PluginSession
+
+if TYPE_CHECKING:
+    import torch
 
 logger = get_logger(__name__)
 _awaited: PluginSession | None = None
@@ -62,6 +64,8 @@ def _workspace_bytes(device: torch.device, held: int) -> int | None:
         return max(0, psutil.Process().memory_info().rss - held)
     if device.type != "cuda":
         return None
+    import torch  # not at the top: the doctor, and the help of all commands, read this module's neighbours
+
     free, total = torch.cuda.mem_get_info(device)
     own_pool = (0, 0)
     graphs = sum(
