@@ -99,8 +99,10 @@ if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
           "open the way to $TORCH_CPU_INDEX, or put that wheel on an index pip knows"
     fi
     "${pip[@]}" -r requirements/cpu.lock -r requirements/dev.lock
-    # Here once, not in each of the processes that are started at the same time and all need it.
-    .venv/bin/python -c 'import torch'
+    # Here once, not in each of the processes that are started at the same time and all need it. What cannot be imported
+    # is told by who needs it.
+    .venv/bin/python -c 'from transformers import AutoModelForCausalLM; import vllm.entrypoints.openai.api_server' \
+      >/dev/null 2>&1 || true
   else
     "${pip[@]}" "$vllm" -r requirements/cuda.txt
     # An index or wheel folder with a CPU build of the same version wins in pip's order: 2.13.0+cpu sorts after 2.13.0.
