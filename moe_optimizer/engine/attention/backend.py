@@ -65,9 +65,7 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
         return TritonAttention()
     if name == "triton":
         raise UnsupportedError("attention_backend: got 'triton', and Triton is not installed")
-    logger.warning(
-        "Triton is not installed: attention gathers what it reads, and decodes run without CUDA graphs"
-    )
+    logger.warning("Triton is not installed: attention gathers what it reads, and decodes run without CUDA graphs")
     return SdpaAttention()
 
 
