@@ -131,7 +131,7 @@ def test_beams_that_wait_for_a_seat_get_it_when_others_have_their_token(tiny_mod
     llm = LLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=64, max_model_len=60, max_num_seqs=2)
     engine, steps = llm.llm_engine, []
     launch = engine.executor.launch
-    engine.executor.launch = lambda step: (steps.append(len(step.sampled)), launch(step))[1]  # type: ignore[method-assign]
+    engine.executor.launch = lambda step: (steps.append(len(step.sampled)), launch(step))[1]
     (output,) = llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=6, max_tokens=3))
     assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in search(folder, [1, 2, 3], 6, 3, None)]
     # One, then six by twos, twice: not until the first two have reached the end of the context.
