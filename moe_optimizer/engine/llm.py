@@ -80,6 +80,8 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return the likeliest outputs of each prompt, the best first."""
+        if not isinstance(params, BeamSearchParams):
+            raise InputError(f"params: got {params!r}, expected BeamSearchParams")
         return beam_search(self.llm_engine, several(prompts), params)
 
     def get_tokenizer(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.engine import LLM, BeamSearchParams
+from moe_optimizer.engine import LLM, BeamSearchParams, SamplingParams
 from moe_optimizer.engine.sampled_tokens import SampledTokens
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.errors import InputError
@@ -69,6 +69,13 @@ def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[
 def test_a_width_beyond_the_reported_logprobs_is_refused() -> None:
     with pytest.raises(InputError, match="beam_width"):
         BeamSearchParams(beam_width=51, max_tokens=3)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_parameters_of_another_kind_are_refused(tiny_model: Callable[..., Path]) -> None:
+    llm = LLM(str(tiny_model("qwen3")), skip_tokenizer_init=True, num_gpu_blocks_override=16)
+    wrong: Any = SamplingParams()
+    with pytest.raises(InputError, match="BeamSearchParams"):
+        llm.beam_search([1, 2], wrong)
 
 
 def test_a_prompt_that_reaches_the_context_before_the_others_keeps_its_beams(tiny_model: Callable[..., Path]) -> None:
