@@ -200,3 +200,21 @@ def test_of_layouts_that_were_measured_on_four_gpus_the_best_or_nearly_so_is_cho
     for each in of_four:
         ratio = each.ratio if each.goal == "throughput" else 1 / each.ratio
         assert ratio >= 1 - FAR, (each.goal, each.chosen.load, each.best.load)
+
+
+def test_equal_scores_of_a_bf16_softmax_send_all_tokens_to_the_same_experts():
+    """Of a router with dummy weights, whose tokens come from a norm with such: vLLM's are up to 1e-3."""
+    torch = pytest.importorskip("torch")
+    model = predicted_loads._model(predicted_loads.ONE_ROUTE[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def dummy(*shape: int) -> Any:
+        return torch.empty(*shape).uniform_(-1e-3, 1e-3, generator=generator)
+
+    tokens = torch.randn(64, model.hidden_size, generator=generator) * dummy(model.hidden_size)
+    scores = tokens.bfloat16() @ dummy(model.num_experts, model.hidden_size).bfloat16().T
+    used = {
+        dtype: scores.to(dtype).softmax(-1).topk(model.top_k).indices.unique().numel()
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert used == {torch.bfloat16: model.top_k, torch.float32: model.num_experts}
