@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from moe_optimizer.engine.block import Copies
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import DoesNotFitError
-from moe_optimizer.ops import use_huge_pages
+from moe_optimizer.ops.huge_pages import zeros
 
 _GIB = 1 << 30
 _SHARE_OF_HOST = 0.5
@@ -32,16 +31,19 @@ class CacheSize:
 
 
 class KVCache:
-    """One tensor [2, blocks, block size, KV heads, head dim] per layer, and its like in host memory."""
+    """One tensor [2, blocks, block size, KV heads, head dim] per layer, and its like in host memory.
+
+    Zeros at first: what lies behind a context is read, multiplied by 0, and must not be NaN.
+    """
 
     def __init__(self, config: EngineConfig, model: CausalLM, size: CacheSize) -> None:
         self._num_blocks = size.num_blocks
         self._layers: list[tuple[Tensor, Tensor]] = []
         for attention in model.attention_layers():
             shape = attention.kv_cache_shape(size.num_blocks, config.args.block_size)
-            attention.kv_cache = _zeros(shape, config.dtype, config.device)
+            attention.kv_cache = zeros(shape, config.dtype, config.device)
             host_shape = attention.kv_cache_shape(size.num_host_blocks, config.args.block_size)
-            self._layers.append((attention.kv_cache, _zeros(host_shape, config.dtype, torch.device("cpu"))))
+            self._layers.append((attention.kv_cache, zeros(host_shape, config.dtype, torch.device("cpu"))))
 
     def copy(self, copies: Copies) -> None:
         """Copy blocks, neighbours between the same two memories at once."""
@@ -75,16 +77,6 @@ def fit_cache(config: EngineConfig, model: CausalLM) -> CacheSize:
         )
     num_host_blocks = int(args.swap_space * _GIB) // block_bytes
     return CacheSize(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=longest)
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros: what lies behind a context is read, multiplied by 0, and must not be NaN."""
-    if device.type != "cpu" or not shape.numel():
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch writes its zeros; those of numpy take no memory before they are used.
-    zeros = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
-    use_huge_pages(zeros, as_written=True)
-    return zeros.view(dtype).view(shape)
 
 
 def _free_bytes(config: EngineConfig) -> int:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.inspection.json_file import read_json_object
-from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
+from moe_optimizer.inspection.weight_files import expected_files
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 """auto and safetensors: safetensors only. pt: torch's .bin files. dummy: random weights, for measurements."""
@@ -58,15 +57,7 @@ def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tenso
 
 
 def _files(folder: Path, single: str) -> list[Path]:
-    """Return the shards that the index names, or the one file."""
-    index = folder / f"{single}.index.json"
-    if index.exists():
-        named = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(named, dict):
-            raise InputError(f"{index}: got no weight_map, expected an object that names the file of each tensor")
-        paths = [folder / Path(name).name for name in sorted(set(map(str, named.values())))]
-    else:
-        paths = [folder / single]
+    paths = expected_files(folder, single)
     missing = [path.name for path in paths if not path.is_file()]
     if not missing:
         return paths

@@ -1,13 +1,30 @@
-"""Compares the weight files of a model folder with its index: what is missing, what is not listed."""
+"""The weight files of a model folder and its index: which there should be, what is missing, what is not listed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES, read_tensors
 
 _INDEX = "model.safetensors.index.json"
+
+
+def expected_files(folder: Path, single: str) -> list[Path]:
+    """Return the shards that the index of a checkpoint names, or without an index its one file `single`.
+
+    Raises:
+        InputError: the index names no files.
+    """
+    index = folder / f"{single}.index.json"
+    if not index.exists():
+        return [folder / single]
+    named = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(named, dict):
+        raise InputError(f"{index}: got no weight_map, expected an object that names the file of each tensor")
+    # By name alone: an index does not say where else to read.
+    return [folder / name for name in sorted({Path(str(each)).name for each in named.values()})]
 
 
 def missing_weights(folder: Path) -> str:

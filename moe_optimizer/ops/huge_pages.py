@@ -11,6 +11,7 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,16 @@ def use_huge_pages(tensor: Tensor, *, as_written: bool = False) -> tuple[bool, s
         if code:
             return False, f"madvise: {os.strerror(code)}"
     return True, ""
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, on a CPU on huge pages that take no memory before they are used."""
+    if device.type != "cpu" or not shape.numel():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch writes its zeros; those of numpy are the system's.
+    pages = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
+    use_huge_pages(pages, as_written=True)
+    return pages.view(dtype).view(shape)
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from moe_optimizer.ops import huge_pages
-from moe_optimizer.ops.huge_pages import use_huge_pages
+from moe_optimizer.ops.huge_pages import use_huge_pages, zeros
 
 
 def huge_bytes(address: int) -> int:
@@ -47,13 +46,13 @@ def test_memory_of_a_reordered_weight_is_on_huge_pages() -> None:
 
 
 def test_memory_that_is_not_written_yet_is_not_taken() -> None:
-    pages = torch.from_numpy(np.zeros(64 << 20, np.uint8))
+    pages = zeros(torch.Size((2, 16 << 20)), torch.bfloat16, torch.device("cpu"))
     middle = pages.data_ptr() + (32 << 20)
     done, reason = use_huge_pages(pages, as_written=True)
     assert huge_bytes(middle) == 0
     if not done:
         pytest.skip(f"this machine: {reason}")
-    pages[32 << 20] = 1
+    pages[1, 0] = 1
     assert huge_bytes(middle) == 2 << 20
 
 

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
-from moe_optimizer.errors import InputError, described
-from moe_optimizer.log import get_logger
-from moe_optimizer.ops import few_rows, use_huge_pages
-
-_log = get_logger(__name__)
+from moe_optimizer.errors import InputError
+from moe_optimizer.ops import few_rows, onednn_product
 
 
 class Place(NamedTuple):
@@ -68,33 +65,14 @@ class Matrix(Layer):
             self.pack()
         if self.packed is None:
             return F.linear(x, self.weight, bias)
-        return _onednn_product(x, self.packed, bias)
+        return onednn_product.product(x, self.packed, bias)
 
     def pack(self) -> None:
         """Hold a second copy of the weight for `multiplied`, where torch has oneDNN for its dtype here.
 
         It is made again once the weight has changed in place; what changes `weight.data` has to call this itself.
         """
-        self.packed = None
-        if not (torch.backends.mkldnn.is_available() and self.weight.is_cpu) or self.weight.dtype == torch.float16:
-            return
-        try:
-            # In bfloat16 torch's own product is oneDNN's then too, with the same bits.
-            if self.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                return
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
-            _onednn_product(self.weight.data[:1], packed)
-        except (AttributeError, RuntimeError, TypeError) as error:
-            # Both are for torch's own compiler: another torch may not have them, or in another form.
-            _log.warning("products take twice the time: torch %s has no oneDNN product as known: %s",
-                         torch.__version__, described(error))  # fmt: skip
-            return
-        use_huge_pages(packed)
-        self.packed, self._packed_version = packed, self.weight._version
-
-
-def _onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        self.packed, self._packed_version = onednn_product.packed(self.weight.data), self.weight._version
 
 
 class Linear(Matrix):
