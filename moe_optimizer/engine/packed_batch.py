@@ -66,6 +66,11 @@ class PackedBatch:
         return replace(self, token_ids_T=torch.where(ids_T < 0, sampled_S[(-1 - ids_T).clamp(min=0)], ids_T))
 
     @cached_property
+    def int32_lengths(self) -> tuple[Tensor, Tensor]:
+        """Query starts and context lengths as FlashAttention reads them."""
+        return self.query_starts_S1.int(), self.context_lengths_S.int()
+
+    @cached_property
     def decode_contexts(self) -> tuple[Tensor, Tensor]:
         """The decodes' blocks [D, N], as many as the longest has, and where each has a token [D, 1, 1, L]."""
         lengths_D1 = self.context_lengths_S[: self.num_decodes, None]

@@ -1,13 +1,15 @@
 """`TorchSampler`: chooses the next token of each sequence, all of them at once, on the device of the logits.
 
 Nothing here waits for the device: with asynchronous scheduling it still computes the step before.
-Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates.
+Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates, B blocks of C
+tokens.
 """
 
 from operator import is_
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_optimizer.engine.sampled_tokens import SampledTokens
@@ -16,6 +18,8 @@ from moe_optimizer.engine.sequence import Sequence
 from moe_optimizer.engine.upload import uploaded
 
 _ALL, _COLDEST = 1 << 62, 1e-30  # divided by a temperature below 1e-37 a logit is infinite, as others are
+_BLOCK = 1024
+"""Chosen: tokens whose scores one program of a GPU holds; noise is drawn for as many, and for each block of them."""
 
 
 class TorchSampler:
@@ -63,14 +67,15 @@ class TorchSampler:
             temperature_S1 = _column(temperatures, self._device)
         if rows.filtered:
             logits_SV, temperature_S1 = rows.kept(_scaled(logits_SV, temperature_S1)), temperature_S1.sign()
-        noise_SV = torch.empty_like(logits_SV, dtype=torch.float32).exponential_(generator=self._generator)
+        count = _BLOCK - (-logits_SV.shape[1] // _BLOCK)
+        noise_SN = torch.empty((len(sequences), count), device=self._device).exponential_(generator=self._generator)
         for row in rows.seeded:
             sequence = sequences[row]
             if sequence.generator is None:
                 seed = ((sequence.params.seed or 0) + sequence.index) % (1 << 63)
                 sequence.generator = torch.Generator(device=self._device).manual_seed(seed)
-            noise_SV[row].exponential_(generator=sequence.generator)
-        return self._largest(logits_SV, temperature_S1, noise_SV)
+            noise_SN[row].exponential_(generator=sequence.generator)
+        return self._largest(logits_SV, temperature_S1, noise_SN)
 
     def _adjust(self, logits_V: Tensor, sequence: Sequence) -> None:
         """Forbid the end before its time, and lower what was seen."""
@@ -145,6 +150,18 @@ def _scaled(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
     return logits_SV.float() / torch.where(temperature_S1 > 0, temperature_S1.clamp(min=_COLDEST), 1.0)
 
 
-def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SV: Tensor) -> Tensor:
-    """Return the place of the largest score; in random rows with Gumbel noise, minus the log of exponential noise."""
-    return (_scaled(logits_SV, temperature_S1) - exponential_SV.log() * (temperature_S1 > 0)).argmax(-1)
+def _largest(logits_SV: Tensor, temperature_S1: Tensor, exponential_SN: Tensor) -> Tensor:
+    """Return the place of the largest score; in random rows with Gumbel noise, minus the log of exponential noise.
+
+    The largest of a block's scores with noise is distributed as the log of the sum of their exponentials with noise. So
+    the block is chosen first and then one of its tokens, with noise for B blocks and C tokens, not for all V.
+    """
+    scores_SV = _scaled(logits_SV, temperature_S1)
+    noise_SN = torch.where(temperature_S1 > 0, -exponential_SN.log(), 0.0)
+    scores_SBC = F.pad(scores_SV, (0, -scores_SV.shape[1] % _BLOCK), value=float("-inf")).unflatten(1, (-1, _BLOCK))
+    blocks_SB = torch.where(temperature_S1 > 0, scores_SBC.logsumexp(-1), scores_SBC.amax(-1))
+    first_S1 = (blocks_SB + noise_SN[:, :-_BLOCK]).argmax(-1, keepdim=True) * _BLOCK
+    places_SC = first_S1 + torch.arange(_BLOCK, device=first_S1.device)
+    last = scores_SV.shape[1] - 1
+    inside_SC = scores_SV.gather(1, places_SC.clamp(max=last)).where(places_SC <= last, float("-inf"))
+    return (inside_SC + noise_SN[:, -_BLOCK:]).argmax(-1) + first_S1[:, 0]

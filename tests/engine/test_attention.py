@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -199,13 +199,27 @@ def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -
 
 
 class PretendedVllmFlash(ModuleType):
-    """The function of vLLM's build of FlashAttention that the backend calls, as its documentation defines it."""
+    """The functions of vLLM's build of FlashAttention that the backend calls, as its documentation defines them."""
 
-    @staticmethod
+    schedules: ClassVar[list[dict[str, Any]]] = []
+
+    @classmethod
+    def get_scheduler_metadata(cls, **arguments: Any) -> Tensor:
+        cls.schedules.append(arguments)
+        return torch.tensor(len(cls.schedules) - 1)
+
+    @classmethod
     def flash_attn_varlen_func(
-        q: Tensor, keys: Tensor, values: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
-        seqused_k: Tensor, block_table: Tensor, causal: bool, fa_version: int,
+        cls, q: Tensor, keys: Tensor, values: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+        seqused_k: Tensor, block_table: Tensor, causal: bool, fa_version: int, scheduler_metadata: Tensor,
     ) -> Tensor:  # fmt: skip
+        schedule = cls.schedules[int(scheduler_metadata)]
+        sizes = (len(seqused_k), max_seqlen_q, max_seqlen_k, q.shape[1], keys.shape[2], q.shape[2], keys.shape[1])
+        names = "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "page_size"
+        assert tuple(schedule[name] for name in names) == sizes
+        assert torch.equal(schedule["cache_seqlens"], seqused_k)
+        assert torch.equal(schedule["cu_seqlens_q"], cu_seqlens_q)
+        assert (schedule["causal"], schedule["qkv_dtype"]) == (causal, q.dtype)
         assert {each.dtype for each in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
         assert max_seqlen_k >= int(seqused_k.max())
@@ -238,6 +252,16 @@ def test_flash_attention_is_given_what_its_functions_ask_for(step: str, flash: A
     batch = make_step(STEPS[step], 16)
     q, k, v, cache = (each.half() for each in inputs(batch, HEADS[0]))
     assert torch.equal(flash.attend(q, k, v, cache, batch), expected(q, cache, batch))
+
+
+@NEEDS_TRITON
+def test_the_layers_of_a_step_share_one_schedule(vllm_flash: None) -> None:
+    flash, before = make_backend("flash", torch.device("cuda"), 16), len(PretendedVllmFlash.schedules)
+    for step in STEPS.values():
+        batch = make_step(step, 16)
+        for _layer in range(3):
+            flash.attend(*(each.half() for each in inputs(batch, HEADS[0])), batch)
+    assert len(PretendedVllmFlash.schedules) - before == len(STEPS)
 
 
 @NEEDS_TRITON

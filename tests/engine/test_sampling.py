@@ -57,6 +57,28 @@ def test_tokens_are_drawn_in_proportion_from_those_that_are_left(values: dict[st
         assert shares[token] == pytest.approx(PROBABILITIES[token].item() / total, abs=0.03)
 
 
+# Vocabularies of several blocks: whole ones, one token more, most of the last block missing.
+@pytest.mark.parametrize("vocab_size", [2048, 2049, 5000])
+def test_tokens_of_all_blocks_are_drawn_in_proportion(vocab_size: int) -> None:
+    probabilities = torch.zeros(vocab_size)
+    places = torch.tensor([3, 1023, 1024, 2040, vocab_size - 1])
+    probabilities[places] = PROBABILITIES
+    sampler, count = TorchSampler(torch.device("cpu"), seed=1), 4000
+    sequences = [sequence(SamplingParams())] * count
+    tokens = Counter(sampler.sample(probabilities.log().repeat(count, 1), sequences).read()[0])
+    assert sorted(tokens) == places.tolist()
+    for place, probability in zip(places.tolist(), PROBABILITIES.tolist(), strict=True):
+        assert tokens[place] / count == pytest.approx(probability, abs=0.03)
+
+
+def test_a_greedy_row_beside_random_ones_takes_the_first_of_the_largest() -> None:
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    logits[:, 700] = logits[:, 2900] = logits.amax(-1)
+    kinds = [SamplingParams(temperature=0), SamplingParams()] * 20
+    tokens, _ = TorchSampler(torch.device("cpu"), seed=1).sample(logits, [sequence(each) for each in kinds]).read()
+    assert tokens[::2] == logits.argmax(-1)[::2].tolist()
+
+
 def test_temperature_flattens_and_sharpens() -> None:
     want = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     assert draw(SamplingParams(temperature=0.5))[0] == pytest.approx(want[0].item(), abs=0.03)

@@ -24,7 +24,7 @@ class FlashAttention(TritonAttention):
     def compute(self, q_THd: Tensor, cache_2BSKd: Tensor, batch: PackedBatch) -> Tensor:
         """Decode through the kernel for a paged cache, and compute prefills packed one behind the other."""
         keys, values = cache_2BSKd
-        count, lengths_S = batch.num_decodes, batch.context_lengths_S.int()
+        count, (starts_S1, lengths_S) = batch.num_decodes, batch.int32_lengths
         out_THd = torch.empty_like(q_THd)
         if count:
             out_THd[:count] = self._flash.flash_attn_with_kvcache(
@@ -35,7 +35,7 @@ class FlashAttention(TritonAttention):
             key_starts = torch.nn.functional.pad(lengths_S[count:].cumsum(0), (1, 0)).int()
             out_THd[count:] = self._flash.flash_attn_varlen_func(
                 q_THd[count:], keys, values,
-                cu_seqlens_q=(batch.query_starts_S1[count:] - count).int(), cu_seqlens_k=key_starts,
+                cu_seqlens_q=starts_S1[count:] - count, cu_seqlens_k=key_starts,
                 max_seqlen_q=max(prefill.end - prefill.begin for prefill in batch.prefills),
                 max_seqlen_k=max(prefill.length for prefill in batch.prefills),
                 block_table=batch.block_tables_SN[count:], causal=True,
