@@ -36,6 +36,7 @@ def read_command_line(words: Sequence[str]) -> dict[str, Any]:
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if field.annotation is bool else {"type": _value}
         )
+        kind["help"] = (field.description or "").replace("%", "%%")
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, dest=name, required=field.is_required(), default=argparse.SUPPRESS, **kind)
     given = vars(parser.parse_args(words))

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from pydantic import Field
 
-from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.arguments import Arguments
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import Logprob
 from moe_optimizer.engine.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.arguments import Arguments
 from moe_optimizer.engine.attention.backend import BackendName
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
@@ -32,9 +32,10 @@ class EngineArgs(Arguments):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto is the checkpoint's, and float32 on a CPU that has no instructions for it."""
     load_format: LoadFormat = "auto"
+    """auto, safetensors, pt (torch's .bin files) or dummy (random weights)."""
     quantization: Literal["fp8"] | None = None
     """fp8 converts the experts' weights while loading."""
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt and output; None is the model's own limit, as far as the KV cache holds it."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences computed at the same time."""
@@ -52,11 +53,16 @@ class EngineArgs(Arguments):
     """Size of the KV cache; None sizes it from the memory."""
     swap_space: float = Field(default=0.0, ge=0, le=1 << 20)
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
+    kv_cache: bool = True
+    """False computes every text whole for each of its tokens."""
+    continuous_batching: bool = True
+    """False lets requests in once all that run have ended."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
     """Whether the host prepares and launches a step while the device computes the one before; None does on one GPU."""
     attention_backend: BackendName = "auto"
+    """auto is the fastest that is there; flash, triton, paged, sdpa or sdpa_padded."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share the model, a GPU each; on a CPU they share its cores."""
     enable_expert_parallel: bool = False
@@ -67,6 +73,8 @@ class EngineArgs(Arguments):
     """Whether torch.compile joins the operations between matrix products; None does on GPUs."""
     fused_moe: bool = True
     """False computes the experts one after the other in plain torch."""
+    gpu_sampler: bool = True
+    """False chooses tokens on the CPU, whatever computes their logits."""
     packed_weights: bool = True
     """On CPUs a second copy of large weights in oneDNN's order, in which products take half the time."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
@@ -83,6 +91,8 @@ class EngineArgs(Arguments):
                 f"async_scheduling: got True with tensor_parallel_size {self.tensor_parallel_size}, expected one "
                 "process: the others are sent the tokens by the host"
             )
+        if self.async_scheduling and not self.kv_cache:
+            raise ValueError("async_scheduling: got True without kv_cache, expected False: the host packs whole texts")
         return self
 
 
@@ -127,7 +137,7 @@ class EngineConfig:
         dtype, on_gpu = _dtype(args.dtype, hf_config, device), device.type == "cuda"
         graphs = on_gpu and not args.enforce_eager
         compiles = _compiles(device) if args.compile_layers is None else args.compile_layers
-        alone = on_gpu and args.tensor_parallel_size == 1
+        alone = on_gpu and args.tensor_parallel_size == 1 and args.kv_cache
         overlaps = alone if args.async_scheduling is None else args.async_scheduling
         return cls(args, folder, tokenizer, hf_config, device, dtype, max_model_len, graphs, compiles, overlaps)
 

@@ -69,7 +69,8 @@ def fit_cache(config: EngineConfig, model: CausalLM) -> CacheSize:
         free = model.ranks.least(_free_bytes(config) // sharing)
         num_blocks = min(needed * args.max_num_seqs, free // block_bytes)
     longest = min(config.max_model_len, num_blocks * args.block_size)
-    if num_blocks < 1 or (args.max_model_len is not None and longest < args.max_model_len):
+    # A prompt of one token, and room for another.
+    if longest < 2 or (args.max_model_len is not None and longest < args.max_model_len):
         raise DoesNotFitError(
             f"KV cache: got room for {max(num_blocks, 0) * args.block_size} tokens, expected at least "
             f"{config.max_model_len} (max_model_len), {needed * block_bytes / _GIB:.2f} GiB",

@@ -42,11 +42,11 @@ class LLMEngine:
         make_executor = ModelRunner if args.tensor_parallel_size == 1 else ParallelExecutor
         with out_of_memory_explained():
             self.executor = executor or make_executor(config, sampler)
-        size = self.executor.cache_size
+        size, cache = self.executor.cache_size, args.kv_cache
         self.scheduler = scheduler or Scheduler(
-            BlockManager(size.num_blocks, size.num_host_blocks, args.block_size, args.enable_prefix_caching),
-            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
-            chunked_prefill=args.enable_chunked_prefill,
+            BlockManager(size.num_blocks, size.num_host_blocks, args.block_size, cache and args.enable_prefix_caching),
+            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens, kv_cache=cache,
+            chunked_prefill=args.enable_chunked_prefill, continuous_batching=args.continuous_batching,
         )  # fmt: skip
         self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)

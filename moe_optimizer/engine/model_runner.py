@@ -42,7 +42,9 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, sampler: Sampler | None = None, ranks: Ranks = ALONE) -> None:
         self.config, self.block_size = config, config.args.block_size
-        self.sampler = sampler or TorchSampler(config.device, config.args.seed, compiled=config.compile)
+        on_device = config.device if config.args.gpu_sampler else torch.device("cpu")
+        compiles = config.compile and on_device == config.device
+        self.sampler = sampler or TorchSampler(on_device, config.args.seed, compiled=compiles)
         self.model = load_model(config, ranks)
         backend = make_backend(config.args.attention_backend, config.device, self.block_size)
         for attention in self.model.attention_layers():

@@ -1,6 +1,6 @@
-"""`TorchSampler`: chooses the next token of each sequence, all of them at once, on the device of the logits.
+"""`TorchSampler`: chooses the next token of each sequence, all of them at once, on its device.
 
-Nothing here waits for the device: with asynchronous scheduling it still computes the step before.
+Where that is the device of the logits, nothing waits for it: with asynchronous scheduling it computes the step before.
 Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates, B blocks of C
 tokens.
 """
@@ -38,7 +38,7 @@ class TorchSampler:
         """Of the step before."""
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> SampledTokens:
-        params = [sequence.group.params for sequence in sequences]
+        logits_SV, params = logits_SV.to(self._device), [sequence.group.params for sequence in sequences]
         # Most steps are of the requests of the one before.
         if len(params) != len(self._rows.params) or not all(map(is_, params, self._rows.params)):
             self._rows = _Rows(params, self._device)

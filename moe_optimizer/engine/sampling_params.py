@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.arguments import Arguments
 
 MAX_N = 64
 """Chosen: samples of one request. Each takes a seat in the batch."""

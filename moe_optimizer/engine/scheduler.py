@@ -31,6 +31,10 @@ class Scheduler:
     """In one step."""
     chunked_prefill: bool = True
     """Compute long prompts in several steps, beside decodes."""
+    continuous_batching: bool = True
+    """Let sequences in while others run."""
+    kv_cache: bool = True
+    """Read what was computed before; else every step computes its sequences whole, as prompts."""
     running: list[Sequence] = field(default_factory=list)
     """In the order they are served."""
     waiting: list[Sequence] = field(default_factory=list)
@@ -92,10 +96,14 @@ class Scheduler:
                 sequence.group.forked = True
                 for other in sequence.group.sequences[1:]:
                     self.fork(sequence, other)
+        if not self.kv_cache:
+            self._prefilling = [*{*self._prefilling, *step.sampled}]
+            for sequence in step.sampled:
+                sequence.num_computed_tokens = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Run a sequence of which `parent` has computed all but the last token; without a seat it waits like others."""
-        if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+        if self.kv_cache and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.blocks.fork(parent, child)
             self._run(child)
         else:
@@ -111,7 +119,8 @@ class Scheduler:
                 self.finish(sequence)
         for sequence in asking:
             # At the cost of those served after it, or of itself.
-            while sequence.status is Status.RUNNING and not self.blocks.make_room(sequence, 1):
+            count = sequence.num_tokens - sequence.num_computed_tokens
+            while sequence.status is Status.RUNNING and not self.blocks.make_room(sequence, count):
                 self._preempt_last(step)
         self._prefilling = [each for each in self._prefilling if each.status is Status.RUNNING and _has_prompt(each)]
         others = set(self._prefilling)
@@ -120,14 +129,17 @@ class Scheduler:
 
     def _schedule_chunk(self, step: SchedulerOutput, sequence: Sequence, budget: int) -> int:
         """Schedule as much of a prompt as the budget allows, whose blocks it has; return how much."""
-        count = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        count = sequence.num_tokens - sequence.num_computed_tokens
+        if count > budget:
+            count = budget if self.chunked_prefill else 0
         if count > 0:
             step.prefills.append((sequence, count))
         return count
 
     def _admit(self, step: SchedulerOutput, budget: int) -> None:
         """Let sequences in, in their order, while there are seats, blocks and budget."""
-        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+        seats = self.max_num_seqs if self.continuous_batching or not self.running else 0
+        while budget > 0 and self.waiting and len(self.running) < seats:
             first = self.waiting[0]
             if first.status is Status.SWAPPED:
                 if not self.blocks.swap_in(first):

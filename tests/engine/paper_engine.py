@@ -24,16 +24,23 @@ def paper_engine(
     prefix_caching: bool = True,
     max_model_len: int = 64,
     async_scheduling: bool = False,
+    continuous_batching: bool = True,
+    kv_cache: bool = True,
 ) -> LLMEngine:
     args = EngineArgs(model=str(TINY_MOE), dtype="float32", skip_tokenizer_init=True, async_scheduling=async_scheduling)
     blocks = BlockManager(
-        num_blocks, num_host_blocks=num_host_blocks, block_size=block_size, prefix_caching=prefix_caching
+        num_blocks,
+        num_host_blocks=num_host_blocks,
+        block_size=block_size,
+        prefix_caching=prefix_caching and kv_cache,
     )
     scheduler = Scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         chunked_prefill=chunked_prefill,
+        continuous_batching=continuous_batching,
+        kv_cache=kv_cache,
     )
     executor = PaperExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
     executor.blocks = blocks.blocks

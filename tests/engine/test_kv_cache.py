@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from moe_optimizer.engine import LLM
+from moe_optimizer.errors import DoesNotFitError, InputError
 from tests.engine.tiny_models import TINY_MOE
 
 BLOCK_BYTES = 4 * 2 * 16 * 2 * 64 * 4
@@ -30,3 +31,16 @@ def test_a_given_number_of_bytes_decides_the_blocks() -> None:
         str(TINY_MOE), dtype="float32", device="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=7 * BLOCK_BYTES
     )
     assert llm.llm_engine.executor.cache_size.num_blocks == 7
+
+
+# A prompt of one token needs room for another.
+def test_a_longest_sequence_of_one_token_is_refused() -> None:
+    with pytest.raises(InputError, match=r"max_model_len: got 1, expected .* 2") as refused:
+        LLM(str(TINY_MOE), device="cpu", skip_tokenizer_init=True, max_model_len=1)
+    assert "prompt and output" in (refused.value.hint or "")
+
+
+def test_a_cache_of_one_token_is_refused() -> None:
+    with pytest.raises(DoesNotFitError, match="room for 1 tokens") as refused:
+        LLM(str(TINY_MOE), device="cpu", skip_tokenizer_init=True, block_size=1, num_gpu_blocks_override=1)
+    assert "kv_cache_memory_bytes" in (refused.value.hint or "")

@@ -94,17 +94,18 @@ class TrafficMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 24), block_size=st.integers(1, 4), num_host_blocks=st.sampled_from([0, 4, 40]),
         max_num_seqs=st.integers(1, 6), budget=st.integers(6, 40), chunked=st.booleans(), caching=st.booleans(),
-        overlapped=st.booleans(),
+        overlapped=st.booleans(), continuous=st.booleans(), kv_cache=st.sampled_from([True, True, True, False]),
     )  # fmt: skip
     def start(
         self, num_blocks: int, block_size: int, num_host_blocks: int, max_num_seqs: int, budget: int, chunked: bool,
-        caching: bool, overlapped: bool,
+        caching: bool, overlapped: bool, continuous: bool, kv_cache: bool,
     ) -> None:  # fmt: skip
         longest = min(24, num_blocks * block_size)
         engine = paper_engine(
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget if chunked else max(budget, longest), chunked_prefill=chunked,
-            prefix_caching=caching, max_model_len=longest, async_scheduling=overlapped,
+            prefix_caching=caching, max_model_len=longest, async_scheduling=overlapped and kv_cache,
+            continuous_batching=continuous, kv_cache=kv_cache,
         )  # fmt: skip
         self.traffic = Traffic(engine)
 

@@ -57,6 +57,26 @@ def test_without_chunks_a_prompt_is_computed_whole() -> None:
     assert [count for _, count in step.prefills] == [40]
 
 
+def test_without_a_cache_each_token_computes_the_whole_text() -> None:
+    engine = paper_engine(kv_cache=False)
+    for name, length in (("first", 10), ("second", 7), ("one token", 1)):
+        engine.add_request(name, list(range(length)), params(4, n=2))
+    for output in run(engine).values():
+        assert_as_expected(output)
+    texts = [[length + number for number in range(4)] * 2 for length in (10, 7, 1)]
+    assert _computed(engine) == sum(map(sum, texts))
+
+
+def test_without_continuous_batching_none_begins_before_all_have_ended() -> None:
+    engine, ended = paper_engine(continuous_batching=False, max_num_seqs=2), list[str]()
+    for name, length in (("long", 9), ("short", 2), ("next", 1)):
+        engine.add_request(name, [1, 2, 3], params(length))
+    while engine.has_unfinished_requests():
+        ended += [output.request_id for output in engine.step() if output.finished]
+        assert len(engine.scheduler.running) < 2 or "short" not in ended
+    assert ended == ["short", "long", "next"]
+
+
 def test_the_second_of_two_equal_prompts_computes_its_end_only() -> None:
     engine = paper_engine()
     engine.add_request("first", list(range(19)), params(1))

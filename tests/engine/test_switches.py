@@ -16,6 +16,10 @@ from tests.engine.tiny_models import TINY_MOE
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n", "def fibonacci(n):\n    return"]
 SWITCHES: dict[str, dict[str, Any]] = {
+    "kv_cache": {"kv_cache": False},
+    "continuous_batching": {"continuous_batching": False},
+    "gpu_sampler": {"gpu_sampler": False},
+    "naive loop": {"kv_cache": False, "continuous_batching": False, "max_num_seqs": 1},
     "prefix_caching": {"enable_prefix_caching": False},
     "chunked_prefill": {"enable_chunked_prefill": False},
     "cuda_graphs": {"enforce_eager": True},

@@ -71,7 +71,6 @@ def run_ablation(
         rung = Rung(
             name=each.name,
             added=each.added,
-            requests=each.requests,
             rounds=each.rounds,
             tokens_per_s=found["tokens"] / statistics.median(found["seconds"]),
             tokens=found["tokens"],

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Requests = Literal["whole text", "one by one", "batches", "together"]
-"""How the engine is given them: computing the whole text again for each token, one after the other, a few at a time,
-all at once."""
-NAIVE: Mapping[str, str | bool] = {
+Arguments = Mapping[str, str | bool | int]
+NAIVE: Arguments = {
+    "kv_cache": False, "continuous_batching": False, "gpu_sampler": False, "max_num_seqs": 1,
     "fused_moe": False, "attention_backend": "sdpa_padded", "enforce_eager": True, "compile_layers": False,
     "enable_prefix_caching": False, "enable_chunked_prefill": False, "async_scheduling": False,
 }  # fmt: skip
@@ -21,25 +19,24 @@ class Optimization:
     """One rung."""
 
     name: str
-    added: Mapping[str, str | bool] = field(default_factory=dict)
+    added: Arguments = field(default_factory=dict)
     """To the arguments of the engine."""
-    requests: Requests = "together"
     rounds: bool = False
     """Whether it may change rounding, and with it a token."""
     needs_gpu: bool = False
 
 
 OPTIMIZATIONS = (
-    Optimization(name="naive loop", requests="whole text"),
-    Optimization(name="kv_cache", requests="one by one"),
-    Optimization(name="static batches", requests="batches"),
-    Optimization(name="continuous_batching"),
+    Optimization(name="naive loop"),
+    Optimization(name="kv_cache", added={"kv_cache": True}),
+    Optimization(name="static batches", added={"max_num_seqs": 8}),
+    Optimization(name="continuous_batching", added={"continuous_batching": True, "max_num_seqs": 256}),
     Optimization(name="packed prefill", added={"attention_backend": "sdpa"}),
     Optimization(name="chunked_prefill", added={"enable_chunked_prefill": True}),
     Optimization(name="prefix_caching", added={"enable_prefix_caching": True}),
     Optimization(name="fused_moe", added={"fused_moe": True}, rounds=True),
     Optimization(name="attention backend", added={"attention_backend": "auto"}, rounds=True),
-    Optimization(name="gpu_sampler", needs_gpu=True),
+    Optimization(name="gpu_sampler", added={"gpu_sampler": True}, needs_gpu=True),
     Optimization(name="compile", added={"compile_layers": True}, rounds=True, needs_gpu=True),
     Optimization(name="cuda_graphs", added={"enforce_eager": False}, rounds=True, needs_gpu=True),
     Optimization(name="async_scheduling", added={"async_scheduling": True}, needs_gpu=True),
@@ -73,8 +70,7 @@ class Rung:
     """What was found on one rung."""
 
     name: str
-    added: Mapping[str, str | bool]
-    requests: Requests
+    added: Arguments
     rounds: bool
     tokens_per_s: float
     """Of output, the median of the turns."""

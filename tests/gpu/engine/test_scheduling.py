@@ -52,6 +52,14 @@ def test_the_host_launches_a_step_without_waiting_for_the_gpu(kind: str, make_en
     assert len(token_ids) == len(step.decodes)
 
 
+@pytest.mark.parametrize(
+    "switch", [{"gpu_sampler": False}, {"kv_cache": False, "async_scheduling": False}, {"continuous_batching": False}]
+)
+def test_what_slows_a_gpu_down_changes_no_output(switch: dict[str, Any], make_engine: Any) -> None:
+    several = prompts(12)
+    assert generate(make_engine("dense", **switch), several) == generate(make_engine("dense"), several)
+
+
 @pytest.mark.parametrize("swap_space", [0.0, 0.05])
 def test_a_full_cache_changes_no_output(swap_space: float, make_engine: Any) -> None:
     several = prompts(12)

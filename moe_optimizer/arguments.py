@@ -3,32 +3,33 @@
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 
 
 class Arguments(BaseModel):
-    """Frozen; nothing is converted but integers to floats.
+    """Frozen; nothing is converted but integers to floats. The text below a field is its description.
 
     Raises:
         InputError: a value is of another type or outside its range, or there is no argument of that name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _input_error(error.errors()[0], list(type(self).model_fields)) from None
+            raise _input_error(error.errors()[0], type(self).model_fields) from None
 
 
-def _input_error(first: Any, known: list[str]) -> InputError:
+def _input_error(first: Any, known: dict[str, FieldInfo]) -> InputError:
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))
+        return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, list(known)))
     if first["type"] == "value_error":
         return InputError(first["msg"].removeprefix("Value error, "))
     said = first["msg"].replace("Input should be", "expected").replace("String should", "expected to")
-    return InputError(f"{name}: got {first['input']!r}, {said}")
+    return InputError(f"{name}: got {first['input']!r}, {said}", hint=known[first["loc"][0]].description)
