@@ -15,6 +15,7 @@ from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
 from moe_optimizer.vllm_plugin.worker.memory_found import await_memory
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
 from moe_optimizer.vllm_plugin.worker.progress import count_steps
+from moe_optimizer.vllm_plugin.worker.sampling_kernels import compile_sampling_kernels
 from moe_optimizer.vllm_plugin.worker.weights_changed import watch_experts
 
 
@@ -30,6 +31,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         session.proof.served_model_name = str(self.vllm_config.model_config.served_model_name)
         session.proof.model_rank, session.proof.world_size = world()
         choose_experts(session, self)
+        compile_sampling_kernels(self)
         count_steps(session)
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)
