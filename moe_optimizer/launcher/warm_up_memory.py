@@ -38,6 +38,10 @@ _COMPILERS = ("VLLM_", "TORCH", "TRITON_", "DG_", "FLASHINFER_", "CUDA_")
 """How variables begin that choose kernels, or say how and where they are compiled."""
 _OTHER_VARIABLES = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Those of them that no kernel depends on: what a GPU is and how many there are is in the key by itself."""
+_MADE_AGAIN = ("Inductor",)
+"""Libraries whose code belongs to graphs that every process compiles anew, so that the request for it is always sent.
+All servers of a machine share this folder, in a place for temporary files.
+"""
 _MOST_BYTES = 16 << 20
 
 
@@ -51,7 +55,7 @@ class WarmUpMemory:
     """
 
     def __init__(self, plan: Plan, environ: Mapping[str, str], requests: Iterable[str]) -> None:
-        self._caches = cache_folders(environ)
+        self._caches = {name: each for name, each in cache_folders(environ).items() if name not in _MADE_AGAIN}
         named = {name for name in environ if name.startswith(_COMPILERS)} - {*_OTHER_VARIABLES}
         variables = sorted((name, environ[name]) for name in named)
         key = [__version__, compiler_versions(plan), _what_kernels_depend_on(plan), variables, list(requests)]

@@ -61,6 +61,15 @@ def test_nothing_is_known_where_a_kernel_is_gone_that_was_there(environ: dict[st
     assert memory(environ).known() == (None, "1 kernels of the start before are gone, such as Triton kernel ABCDE")
 
 
+def test_a_graph_that_every_start_compiles_anew_may_be_gone(environ: dict[str, str], tmp_path: Path) -> None:
+    code = tmp_path / "TORCHINDUCTOR_CACHE_DIR" / "ab" / "cab.py"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    memory(environ).keep(ENDED)
+    code.unlink()
+    assert memory(environ).known() == ({"a"}, "")
+
+
 def test_of_a_warm_up_that_did_not_settle_nothing_is_known(environ: dict[str, str]) -> None:
     memory(environ).keep(dataclasses.replace(ENDED, settled=False))
     assert memory(environ).known()[0] is None
