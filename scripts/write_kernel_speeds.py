@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 from types import ModuleType
@@ -27,12 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_optimizer.inspection.kernel_speeds import shipped_dir, write_tables  # noqa: E402
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenSpeeds  # noqa: E402
+from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, TokenSpeeds  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", "int4_g32": "int4_g32", "int4_g128": "int4_g128"}
 """The benchmark's name -> that of the tables. INT4 with zero points was measured at one token alone."""
 _STOCK = "vllm"
+_EVEN = "uniform"
+"""Of the routings that were timed, the one in which all experts are equally likely."""
 _OURS = ("direct", "grouped-")
 """First letters of our variants' names; the other timings are of vLLM's kernels, or of more than the experts."""
 _PEERS = ("deep_gemm",)
@@ -87,14 +90,14 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     kernel_hash = same_kernels().get(measured, measured)
     environment = record["environment"]
     driver = environment["nvidia_smi"].split(",")[1].strip()
-    timed: dict[tuple[str, str], dict[int, list[TokenSpeeds]]] = {}
+    timed: dict[tuple[str, str], dict[int, dict[str, TokenSpeeds]]] = {}
     shapes: dict[str, dict[str, Any]] = {}
     for case in record["cases"]:
         if _STOCK not in case["sides"] or case["dtype"] not in _WEIGHTS:
             continue
         shapes[case["shape"]["name"]] = case["shape"]
         of_layer = timed.setdefault((case["shape"]["name"], case["dtype"]), {})
-        of_layer.setdefault(case["tokens"], []).append(_row(case))
+        of_layer.setdefault(case["tokens"], {})[case["routing"]] = _row(case)
     return [
         KernelSpeeds(
             device=environment["device"],
@@ -118,12 +121,16 @@ def _row(case: dict[str, Any]) -> TokenSpeeds:
     return TokenSpeeds(tokens=case["tokens"], stock_us=times[_STOCK], ours_us=ours, peers_us=peers)
 
 
-def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
+def _over_routings(timed: dict[str, TokenSpeeds]) -> TokenSpeeds:
     """Return one row for the routings of one number of tokens; if no variant qualifies, that of the worst one."""
+    rows = list(timed.values())
+    even = timed.get(_EVEN) if len(timed) > 1 else None
     in_all = set.intersection(*(set(row.ours_us) for row in rows))
     holding = sorted(name for name in in_all if all(row.ours_us[name] <= row.stock_us for row in rows))
+    even_us = {} if even is None else {STOCK: even.stock_us, **{name: even.ours_us[name] for name in holding}}
     if not holding:
-        return min(rows, key=lambda row: row.stock_us / min(row.ours_us.values()))
+        worst = min(rows, key=lambda row: row.stock_us / min(row.ours_us.values()))
+        return replace(worst, even_us=even_us)
     return TokenSpeeds(
         tokens=rows[0].tokens,
         stock_us=round(geometric_mean(row.stock_us for row in rows), 2),
@@ -133,6 +140,7 @@ def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
             for name in _PEERS
             if all(name in row.peers_us for row in rows)
         },
+        even_us=even_us,
     )
 
 

@@ -49,6 +49,9 @@ class TokenSpeeds:
     """Kernel variant -> time. A variant that does not cover this many tokens is absent."""
     peers_us: Mapping[str, float] = field(default_factory=dict)
     """Another backend of vLLM, as --moe-backend names it -> time. One that had clearly lost before is absent."""
+    even_us: Mapping[str, float] = field(default_factory=dict)
+    """STOCK or a variant of ours -> time with all experts equally likely, where the times above are means over other
+    routings too; {}: they are of that routing alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,4 +110,6 @@ def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path: Path):
 def test_a_table_file_is_json_that_a_person_can_read(tmp_path: Path):
     write_tables(tmp_path / "mine.json", (table(),))
     data = json.loads((tmp_path / "mine.json").read_text())
-    assert data["tables"][0]["rows"] == [{"tokens": 1, "stock_us": 2.0, "ours_us": {"direct": 1.0}, "peers_us": {}}]
+    assert data["tables"][0]["rows"] == [
+        {"tokens": 1, "stock_us": 2.0, "ours_us": {"direct": 1.0}, "peers_us": {}, "even_us": {}}
+    ]

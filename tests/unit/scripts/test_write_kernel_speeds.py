@@ -85,6 +85,13 @@ def test_times_are_geometric_means_over_the_routings_of_variants_that_are_slower
         (table,) = script.tables_of(made | {"cases": cases}, Path("benchmarks/records/some.json"))
         (row,) = table.rows
         assert (row.tokens, row.stock_us, row.ours_us) == (8, 36.0, {"direct": 24.0})
+        assert row.even_us == {"stock": 30.0, "direct": 20.0}
+
+
+def test_times_of_even_routing_alone_are_not_kept_twice(script: ModuleType) -> None:
+    made = record()
+    (table,) = script.tables_of(made | {"cases": made["cases"][:2]}, Path("benchmarks/records/some.json"))
+    assert all(row.even_us == {} for row in table.rows)
 
 
 def test_where_no_variant_holds_in_every_routing_the_worst_routing_counts(script: ModuleType) -> None:
