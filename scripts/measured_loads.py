@@ -19,6 +19,14 @@ _SAME = {"stock vLLM": "stock", "conservative": "stock", "balanced": "flash_dmoe
 _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
 _API_SERVERS = "--api-server-count"
+_LONG_STEPS = {
+    ("2026-11-24_h100_kv_cache_served", "aggressive"),
+    ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe"),
+    ("2026-11-24_h100_profiles_served", "aggressive"),
+    ("2026-11-26_h200_aggressive_served", "aggressive"),
+    ("2026-11-26_h200_four_bit_kv_cache_served", "throughput +four-bit"),
+}
+"""Sides whose plans had 16,384 tokens in a step: their records have 1.4 or 1.8 GB of planned activations, not 0.9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,8 @@ class Load:
     """Why the rate is not judged."""
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
+    step_tokens: int = 8192
+    """Most tokens of a step."""
     api_servers: int | None = None
     """Of each server; None: those that vLLM starts by itself."""
     model: str = QWEN3_30B
@@ -67,10 +77,11 @@ def served_loads() -> Iterator[Load]:
                     "model": model, "memory_share": found.get("memory_share", 0.9),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
                 }  # fmt: skip
-                loads = (
-                    _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout) for load in found["loads"]
-                )
-                yield from (dataclasses.replace(load, **about) for load in loads)
+                earlier = record.get("first_start", {}).get(words, {"loads": ()})
+                for load in found["loads"]:
+                    starts = [load, *(each for each in earlier["loads"] if each["clients"] == load["clients"])]
+                    one = _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout)
+                    yield dataclasses.replace(one, **about, **_mean_of(starts))
         elif not path.stem.endswith(("served", "layouts")):
             continue
         elif isinstance(record["sides"], list):
@@ -105,7 +116,17 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         record=record, side=side, holds=holds, layout=layout, clients=load["clients"],
         requests=load["completed"] // load["rounds"], input_tokens=lengths[0], output_tokens=lengths[1],
         tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
+        step_tokens=16_384 if (record, side) in _LONG_STEPS else 8192,
     )  # fmt: skip
+
+
+def _mean_of(starts: list[Any]) -> dict[str, float]:
+    """Return what one load took in all rounds of all starts that measured it."""
+    rounds = sum(each["rounds"] for each in starts)
+    return {
+        "tpot_ms": sum(each["rounds"] * each["tpot_ms"]["median"] for each in starts) / rounds,
+        "tokens_per_s": rounds / sum(each["rounds"] / each["output_tokens_per_s"] for each in starts),
+    }
 
 
 def _lengths(workload: Any, load: Any) -> tuple[int, int]:

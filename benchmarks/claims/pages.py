@@ -19,6 +19,7 @@ _CHECKS = "2026-11-20_h200_checks"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
 _FOUR_GPUS = "2026-11-26_h100_x4_layouts"
+_PROMPT_STEPS = ("2026-11-26_h100_prompt_step", "2026-11-26_h100_prompt_step_graphs")
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
 
@@ -148,11 +149,20 @@ def _with_512_clients(found: Any) -> list[float]:
     return [*rates, *times, replicas["output_tokens_per_s"], replicas["tpot_ms"]["median"]]
 
 
+def _prompt_steps_ms(plain: Any, graphs: Any) -> list[float]:
+    """Wall time and kernels of 1024 tokens, the wall time with a graph of that size, and that of 8192 tokens."""
+    short, long = (plain["prompts"][tokens] for tokens in ("1024", "8192"))
+    times_us = [short["us"], short["kernels_us"], graphs["prompts"]["1024"]["us"], long["us"]]
+    return [each / 1e3 for each in times_us]
+
+
 CLAIMS = [
     Claim("docs/layouts.md", "had {9,613} tokens/s with one API server, and with four\n(`--api-server-count 4`) "
           "{9,645} in one start and {12,363} in another; in both each token came sooner, in {30.9} and {27.0} ms in "
           "place of {35.7}. Two servers of two\nGPUs, which have one each, had {14,560} and {23.2} ms", (_FOUR_GPUS,),
           _with_512_clients),
+    Claim("docs/layouts.md", "a prompt of 1024 tokens takes {91} ms, {31} of them in kernels, and {36} ms with a graph "
+          "of\n  that size; 8192 tokens take {172}, and", _PROMPT_STEPS, _prompt_steps_ms),
     Table("docs/engine.md", "| added |", "Two cores of an EPYC without", 2, (_ABLATION,), _rungs),
     Claim("docs/engine.md", "differ by up to {1.3} times, and the first of FP8 took {3.4} times", (_ABLATION,),
           _rung_spread),

@@ -1,7 +1,7 @@
 """Holds the constants of the step model: what a kernel takes beside its bytes and operations.
 
-Each is read from one ledger of a decode step (stock vLLM on one H100, batch sizes 1 to 128) or fitted to the tables of
-kernel speeds; of the served records one at one client is used for REQUEST_US.
+Each is read from one ledger of a decode step (stock vLLM on one H100, batch sizes 1 to 128) and one of steps that read
+a prompt, or fitted to the tables of kernel speeds; of the served records one at one client is used for REQUEST_US.
 `scripts/model_error.py` compares all of them with the records.
 """
 
@@ -10,18 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
+PROMPT_LEDGER = "benchmarks/records/2026-11-26_h100_prompt_step.json"
 SERVED = "benchmarks/records/2026-11-22_h100_served.json"
 TABLES = "configs/kernel_speeds"
 LAYOUTS = "benchmarks/records/2026-11-26_h200_x4_layouts.json"
 LONG_PROMPTS = "benchmarks/records/2026-11-24_h100_kv_cache_served.json"
 LINEARS = "benchmarks/records/2026-11-22_h100_fp8_linears.json"
 
-EXPERTS_IN_SERVER = 1.08
-"""Time of the experts' kernels in a server over that in the tables of kernel speeds: mean over both sides of the
-ledger at 1, 8, 64 and 128 sequences (0.99 to 1.22). A server of random weights routes nearly evenly; those tables
-average even and uneven routing."""
-FOUR_BIT_EXPERTS_IN_SERVER = 1.0
-"""The same of experts in fewer than 8 bits, whose tables are of even routing."""
 UNEVEN_PER_DOUBLING = 0.12
 """Tokens of the busiest of n ranks with whole experts over the mean, less 1, for each doubling of n: assumed for
 traffic whose load nobody measured. With it kernels of DeepSeek-V3's experts on 8 and 16 ranks take what AIConfigurator
@@ -30,8 +25,7 @@ LOCK_STEP_US = 500.0
 """Of a step, what data parallel copies wait for the slowest of them and agree on its size, for each doubling of their
 number: four copies at 16 clients in LAYOUTS, whose other parts sum up to 1 ms less. That it grows so is assumed."""
 MATRIX_CALL_US = 2.9
-"""Start of one dense product: (1385 us - bytes at 3.0 TB/s) / 193 calls at batch 1. FP8 per channel adds nothing that a
-served record at one client shows: its inputs are quantised by the kernels before."""
+"""Start of one dense product: (1385 us - bytes at 3.0 TB/s) / 193 calls at batch 1."""
 MATRIX_BANDWIDTH_SHARE = 0.90
 """Of the datasheet's bandwidth, for weights read by dense products."""
 MATRIX_FLOP_SHARE = 0.78
@@ -40,8 +34,8 @@ FP8_MATRIX_FLOP_SHARE = 0.54
 """The same in FP8 with a scale for each channel, with the quantisation of the input: 0.49 and 0.59."""
 FP8_BLOCK_MATRIX_FLOP_SHARE = 0.46
 """The same with a scale for each block: 0.41 and 0.52."""
-FP8_BLOCK_CALL_US = 3.0
-"""Of each dense product of a checkpoint in FP8 blocks: a kernel before it quantises its input (LINEARS)."""
+FP8_CALL_US = 3.0
+"""Of each dense product in FP8: a kernel before it quantises its input, 3.0 us for 1 to 16 tokens (LINEARS)."""
 READ_AND_MULTIPLY_POWER = 1.5
 """Bytes and operations of a dense product overlap in part: the time is the root of the sum of both to this power. Of
 products in BF16 published in AIConfigurator 0.12 (vLLM 0.24, H100), 128 to 512 tokens are met within 15 %."""
@@ -56,8 +50,8 @@ together give the ledger's 41.1 and 70.4 us a layer at batch 64 and 128 within 2
 DECODE_ATTENTION_FLOP_SHARE = 0.74
 """Of the datasheet's rate, for attention of one token, which bounds latent attention of many heads only: published
 with the above for DeepSeek-V3 with 128 heads on an H200."""
-PREFILL_ATTENTION_FLOP_SHARE = 0.45
-"""Of the datasheet's rate, for attention over a prompt; assumed."""
+PREFILL_ATTENTION_FLOP_SHARE = 0.57
+"""Of the datasheet's rate, for attention over a prompt: 0.57 and 0.58 of 4096 and 8192 tokens (PROMPT_LEDGER)."""
 SMALL_KERNELS_LAYER_US = 10.3
 """Router's top-k, norms, rotary embedding and cache write of one layer at batch 1: 494 us / 48."""
 SMALL_KERNELS_PASSES = 14.0
@@ -66,23 +60,25 @@ SAMPLING_US = 179.0
 """Sampling, and copies of tokens and logits, at batch 1: 46 + 133 us."""
 SAMPLING_PASSES = 14.1
 """Passes of those over a sequence's FP32 logits: (166 + 339 - 179) us / 127 at the datasheet's bandwidth."""
-HOST_US = 400.0
-"""Of a step on one GPU, what no kernel accounts for at batch 1: gaps between kernels, scheduler, copies of tokens. With
-slices or stages, whose workers are processes of their own, the next step is prepared meanwhile: slices on two and four
-H100 take 0.3 to 0.8 ms less than a sum with it (benchmarks/records/2026-11-26_h100_x4_layouts.json, 1 client)."""
-HOST_SEQUENCE_US = 1.8
-"""The same for each further sequence, with slices too: (633 - 403) us / 127."""
+HOST_US = 280.0
+"""Of a step on one GPU, what no kernel accounts for: on H100s 4.70 ms a token at one client in records of three days,
+less the 4.43 of the kernels in LEDGER. With slices or stages, whose workers are processes of their own, the next step
+is prepared meanwhile: slices on two and four H100 show none (benchmarks/records/2026-11-26_h100_x4_layouts.json), nor
+does one H200 in the records of 2026-11-26."""
 CAPTURED_TOKENS = 512
 """vLLM captures CUDA graphs of steps up to so many tokens; of steps that only decode, a plan has all captured."""
 LAUNCH_LAYER_US = 1500.0
-"""At least, of each layer of a step without a graph, for launching its kernels: a prompt of 4096 tokens takes 72 ms in
-BF16 as in four bits (LONG_PROMPTS, one client, 82 ms less REQUEST_US); the longest step of one H200 that reads 15
-prompts of 128 tokens is 73 to 98 ms in all served records of 2026-11-26, also of 48 layers."""
+"""At least, of each layer of a step without a CUDA graph, for launching its kernels. PROMPT_LEDGER: 1024 and 2048
+tokens take 91 and 107 ms, of which kernels 31 and 42, and 36 and 48 ms with a graph of that size
+(benchmarks/records/2026-11-26_h100_prompt_step_graphs.json): 1.8 and 2.1 ms a layer. 4096 tokens take 85 ms, which is
+1.8 at most. In a server a prompt of 4096 tokens takes 72 ms in BF16 as in four bits (LONG_PROMPTS, one client, 82 ms
+less REQUEST_US): 1.5."""
 LAUNCH_EXCHANGE_US = 700.0
 """The same, where GPUs exchange tokens in each layer: the step that reads 15 prompts of 512 tokens takes 100 to 113 ms
 with slices on four H100 and H200, whose kernels take 70."""
-PROMPT_TOKEN_US = 5.0
-"""Of each token of a prompt, what no part of its step accounts for: LONG_PROMPTS, 64 clients. That slices share it is
+PROMPT_TOKEN_US = 1.6
+"""Of each token of a prompt, beyond its matrices, experts and attention: 0.7 us of small kernels that
+SMALL_KERNELS_PASSES does not have, and 0.9 of no kernel (PROMPT_LEDGER, 8192 tokens). That slices share it is
 assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
@@ -91,13 +87,14 @@ FRONT_END_TOKEN_US = 44.0
 between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
 four H100. vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
 FRONT_END_REQUEST_US = 1000.0
-"""Of each request of those that come all at once, before the first gets a token, in the same process: 95 % of 512
-clients wait 0.3 to 0.7 s longer than the reading of their prompts lets them in all records of layouts."""
-READING_WAITED_US = 1_100_000.0
+"""Of each request of those that come at once, before the first gets a token, in the same process: 95 % of 512 clients
+wait 0.3 to 0.7 s longer than the reading of their prompts lets them in all records of layouts. In a closed loop
+requests of one length end together, so the next come together."""
+READING_WAITED_US = 860_000.0
 """Of the reading of other prompts, what a request waits for at most on average: requests that end one after the other
 let theirs in between, so the rest is read while it writes. Where each client sends one request, nothing is in between.
-Loops in which all are read in 1.9 to 4.5 s have times to
-first token of 0.5 to 1.3 s in the served records; chosen from the two longest, 1.0 s."""
+Loops in which all are read in 1.9 to 4.5 s have times to first token of 0.5 to 1.3 s in the served records; chosen from
+the two longest, 1.0 s, less 72 ms for the first prompt and 63 for the front end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from moe_optimizer.costs.weights import weight_element_bytes
 from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUBLING, VLLM_EXPERTS
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.expert_load import ExpertLoad
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
+from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -47,12 +47,13 @@ class ExpertTimes:
             return Quantity(0.0, "us", Source.MODELLED, "no tokens")
         uneven = self._busiest(tokens) / (tokens * self.shape.top_k / self.num_ranks)
         if self.table is not None:
-            return Quantity(
-                _interpolated(_points(self.table, ours=self.ours), tokens * uneven),
-                "us",
-                Source.MEASURED if uneven == 1 else Source.MODELLED,
-                self.table.source,
+            # Above the last number of tokens vLLM's kernel computes; not on weights that only ours read.
+            ours = self.ours and (
+                tokens * uneven <= self.table.rows[-1].tokens or self.question.expert_bits < _FP8_BITS
             )
+            points = _points(self.table, ours=ours, even=self.question.even_routing)
+            source = Source.MEASURED if uneven == 1 else Source.MODELLED
+            return Quantity(_interpolated(points, tokens * uneven), "us", source, self.table.source)
         modelled, ref = self._modelled_us(tokens * uneven), f"experts fitted to {TABLES}"
         if self.related is not None:
             measured = self.related.layer_us(tokens)
@@ -181,8 +182,13 @@ def _table(question: LayoutQuestion, shape: LayerShape) -> KernelSpeeds | None:
     return found
 
 
-def _points(table: KernelSpeeds, *, ours: bool) -> list[tuple[int, float]]:
-    return [(row.tokens, min([row.stock_us, *row.ours_us.values()]) if ours else row.stock_us) for row in table.rows]
+def _points(table: KernelSpeeds, *, ours: bool, even: bool) -> list[tuple[int, float]]:
+    """Return the time of each measured number of tokens: of even routing, or the mean over the routings timed."""
+    points = []
+    for row in table.rows:
+        times = row.even_us if even and row.even_us else {STOCK: row.stock_us, **row.ours_us}
+        points.append((row.tokens, min(times.values()) if ours else times[STOCK]))
+    return points
 
 
 def _interpolated(points: Sequence[tuple[int, float]], tokens: float) -> float:

@@ -62,6 +62,10 @@ class LayoutQuestion:
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     burst: bool = False
     """Whether the requests come all at once and none follows them: a load test with one request for each client."""
+    reader_token_us: float = 0.0
+    """Of each token of all answers, in the one process with which a load test reads them; 0: users have processes of
+    their own.
+    """
     placed: bool = False
     """Whether the experts will be placed by the measured load; else they lie in their order."""
 

@@ -144,17 +144,18 @@ class _Loop:
         prompt, answer = question.input_tokens, question.output_tokens
         share = question.processes / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
-        write_us = max(self._write_us, sending_us)
+        reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
+        write_us = max(self._write_us, sending_us, reading_us)
         others_us = self._others_us
         reads = self._alone + self._others
         read_us = (self._alone_us + others_us) / reads
         each_us = others_us / max(1, self._others)
         most_us = math.inf if question.burst else fitted.READING_WAITED_US
         waited_us = min(each_us * (self._others + 1) / 2, most_us)
+        slower = self._others - (running - 1) / running * waited_us / max(1.0, each_us)
         first_us = self._alone_us + (running - 1) / running * waited_us
         first_us += (layout.pipeline_parallel_size - 1) * read_us
-        if question.burst:
-            first_us += (running - 1) * fitted.FRONT_END_REQUEST_US * share
+        first_us += (running - 1) * fitted.FRONT_END_REQUEST_US * share
         more_tokens = max(1, answer - 1)
         delay_us = 0.0
         if layout.disaggregated:
@@ -163,8 +164,7 @@ class _Loop:
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = self._dropped * (prompt + answer / 2) / self._room
-            slower = max(self._others / 2, self._others - most_us / max(1.0, each_us)) + again
-            delay_us = min(slower, more_tokens) * max(0.0, each_us - write_us)
+            delay_us = min(slower + again, more_tokens) * max(0.0, each_us - write_us)
         tpot_us = write_us + delay_us / more_tokens
         ttft_us = fitted.REQUEST_US + first_us
         return _Times(

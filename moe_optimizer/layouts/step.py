@@ -80,15 +80,16 @@ class StepModel:
             SMALL: self._small_kernels_us(tokens),
             SAMPLING: self._sampling_us(tokens),
             EXCHANGE: self._exchange_us(tokens),
-            HOST: self._host_us(tokens),
         }
+        if self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size == 1:
+            parts[HOST] = Quantity(fitted.HOST_US, "us", Source.MODELLED, f"as in {fitted.SERVED}")
         doublings = math.log2(self.layout.data_parallel_size)
         if doublings:
             waiting = fitted.LOCK_STEP_US * doublings
             parts[LOCK_STEP] = Quantity(waiting, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
         waiting = self._launches_us(tokens) - sum(part.value for part in parts.values())
         if waiting > 0:
-            parts[LAUNCHES] = Quantity(waiting, "us", Source.MODELLED, f"without a graph, as in {fitted.LONG_PROMPTS}")
+            parts[LAUNCHES] = Quantity(waiting, "us", Source.MODELLED, f"without a graph, as in {fitted.PROMPT_LEDGER}")
         return parts
 
     def _experts_us(self, tokens: Tokens) -> Quantity:
@@ -96,9 +97,7 @@ class StepModel:
         if not layers:
             return Quantity(0.0, "us", Source.MODELLED, "the model has no experts")
         one = self._experts.layer_us(tokens.total * self.layout.data_parallel_size)
-        four_bits = self.question.expert_bits < _FP8_BITS
-        in_server = fitted.FOUR_BIT_EXPERTS_IN_SERVER if four_bits else fitted.EXPERTS_IN_SERVER
-        return Quantity(layers * in_server * one.value, "us", one.source | Source.MODELLED, one.ref)
+        return Quantity(layers * one.value, "us", one.source | Source.MODELLED, one.ref)
 
     def _matrices_us(self, tokens: Tokens) -> Quantity:
         question, model, gpu = self.question, self.question.model, self.question.gpu
@@ -112,8 +111,9 @@ class StepModel:
         share = fitted.FP8_BLOCK_MATRIX_FLOP_SHARE if block else share
         computing = flop / (peak_flops(gpu, _FP8_BITS if fp8 else 16).value * share)
         power = fitted.READ_AND_MULTIPLY_POWER
-        each_layer = 4 + 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
-        calls_us = (fitted.MATRIX_CALL_US + fitted.FP8_BLOCK_CALL_US * block) * (each_layer * model.num_layers + 1)
+        more = 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
+        calls = (4 + more) * model.num_layers + 1
+        calls_us = fitted.MATRIX_CALL_US * calls + fitted.FP8_CALL_US * fp8 * (2 + more) * model.num_layers
         value = 1e6 * (reading**power + computing**power) ** (1 / power) + calls_us
         return Quantity(value, "us", Source.MODELLED, f"bytes and operations, and calls as in {fitted.LEDGER}")
 
@@ -145,11 +145,6 @@ class StepModel:
     def _sampling_us(self, tokens: Tokens) -> Quantity:
         moved = fitted.SAMPLING_PASSES * tokens.sampled * self.question.model.vocab_size * 4
         value = fitted.SAMPLING_US + moved / self.question.gpu.memory_bandwidth.value * 1e6
-        return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
-
-    def _host_us(self, tokens: Tokens) -> Quantity:
-        hidden = self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size > 1
-        value = (0.0 if hidden else fitted.HOST_US) + fitted.HOST_SEQUENCE_US * tokens.sampled
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
 
     def _launches_us(self, tokens: Tokens) -> float:

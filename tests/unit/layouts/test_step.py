@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
+from moe_optimizer.layouts.constants import LEDGER, PROMPT_LEDGER
 from moe_optimizer.layouts.experts import expert_times
-from moe_optimizer.layouts.step import ATTENTION, HOST, LAUNCHES, MATRICES, StepModel, Tokens
+from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
 from tests.unit.layouts.questions import question
 
+ROOT = Path(__file__).parents[3]
 ATTENTION_US = [
     ("h100_sxm", 1, 64, 512, 39.3),
     ("h100_sxm", 1, 256, 1024, 196.3),
@@ -79,12 +83,51 @@ def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_
     assert LAUNCHES not in model.parts(Tokens(1024, 576))
 
 
-def test_where_workers_have_processes_of_their_own_the_host_is_hidden():
-    asked = question(gpus=2)
-    layouts = (Layout(), Layout(data_parallel_size=2, expert_parallel=True), Layout(tensor_parallel_size=2))
-    one, copies, slices = (StepModel(asked, layout).parts(Tokens(1, 576))[HOST].value for layout in layouts)
-    assert one == copies > 300
-    assert slices < 10
+@pytest.mark.parametrize("ours", [False, True])
+def test_experts_with_even_routing_take_what_the_ledger_of_a_server_has(ours):
+    sides = json.loads((ROOT / LEDGER).read_text(encoding="utf-8"))["sides"]
+    asked = question(gpus=1, even_routing=True, our_kernels=ours)
+    for ledger in sides["ours" if ours else "stock"]["ledgers"]:
+        (measured,) = (row["us"] for row in ledger["rows"] if row["group"] == "experts")
+        found = StepModel(asked, Layout()).parts(Tokens(ledger["batch"], ledger["context"]))[EXPERTS].value
+        assert found == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("prompt", [512, 1024, 2048, 4096, 8192])
+def test_a_step_that_reads_a_prompt_takes_what_its_ledger_has(prompt):
+    record = json.loads((ROOT / PROMPT_LEDGER).read_text(encoding="utf-8"))["prompts"][str(prompt)]
+    parts = StepModel(question(gpus=1, even_routing=True), Layout()).parts(Tokens(0, 0, prompt, prompt))
+    for name in (EXPERTS, MATRICES, ATTENTION):
+        assert parts[name].value == pytest.approx(record["groups"][name]["us"], rel=0.1, abs=250)
+    # Kernels, not what waits for their launch or for the host.
+    kernels = sum(part.value for name, part in parts.items() if name not in (LAUNCHES, HOST))
+    assert kernels == pytest.approx(record["kernels_us"], rel=0.11)
+    assert (LAUNCHES in parts) == (prompt in (1024, 2048))
+
+
+def test_products_in_fp8_quantise_their_input_but_not_the_routers():
+    bf16, fp8 = (StepModel(question(gpus=1, linear_bits=bits), Layout()).parts(Tokens(1, 576)) for bits in (16, 8))
+    read = 0.5 * (bf16[MATRICES].value - 2.9 * 193) * 0.9
+    assert fp8[MATRICES].value == pytest.approx(bf16[MATRICES].value - read + 3.0 * 2 * 48, rel=0.1)
+
+
+def test_above_the_table_vllms_kernel_computes_but_not_on_weights_that_only_ours_read():
+    asked = question(gpus=1, our_kernels=True)
+    eight, four = (
+        dataclasses.replace(asked, expert_bits=bits, weights=weights)
+        for bits, weights in ((16, "bf16"), (4.25, "mxfp4"))
+    )
+    for each, jumps in ((eight, True), (four, False)):
+        times = expert_times(each, Layout())
+        last = times.table.rows[-1].tokens
+        assert (times.layer_us(last + 1).value > 1.2 * times.layer_us(last).value) is jumps
+
+
+def test_traffic_of_unknown_routing_reads_fewer_experts_than_even_routing():
+    even, real = (expert_times(question(gpus=1, even_routing=each), Layout()) for each in (True, False))
+    assert real.layer_us(16).value < 0.95 * even.layer_us(16).value
+    # With many tokens all experts are read in any routing.
+    assert real.layer_us(512).value == pytest.approx(even.layer_us(512).value, rel=0.05)
 
 
 def test_experts_that_a_measured_load_does_not_use_are_not_read():
