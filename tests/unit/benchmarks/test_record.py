@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -121,3 +123,63 @@ def test_a_result_of_bench_is_kept_as_a_record(monkeypatch: pytest.MonkeyPatch, 
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     assert (found["workload"], found["note"]) == ("chat.yaml", "on a busy machine")
     assert read_measured(path).values == read_measured(result).values
+
+
+LAYOUTS = {
+    "what": "layouts",
+    "date": "2026-11-26",
+    "command": ["python", "benchmarks/serving/bench_layouts.py", "--layouts", "tp2"],
+    "commit": "abcdef0",
+    "dirty": False,
+    "environment": {"device": "NVIDIA H100"},
+    "model": "mixtral",
+    "workload": {"input_tokens": 512},
+    "layouts": {"tp2": {"loads": [{"clients": 1}], "log": {"err": "its end"}}},
+}
+STARTS = {**LAYOUTS, "what": "starts", "starts": [{"side": "ours", "ready_s": 48.0}]}
+STARTS = {key: value for key, value in STARTS.items() if key not in ("layouts", "model", "workload")}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
+
+    def keep_all(*results: dict[str, Any], words: Sequence[str] = ()) -> dict[str, Any]:
+        paths = [tmp_path / f"{number}.json" for number in range(len(results))]
+        for path, result in zip(paths, results, strict=True):
+            path.write_text(json.dumps(result))
+        named = ["--machine", "h100_x2", "--subject", "some", *words]
+        monkeypatch.setattr("sys.argv", ["keep.py", *map(str, paths), *named])
+        assert keep.main() == 0
+        (written,) = (tmp_path / "records").iterdir()
+        assert written.name == "2026-11-26_h100_x2_some.json"
+        found: dict[str, Any] = json.loads(written.read_text())
+        jsonschema.Draft202012Validator(SCHEMA).validate(found)
+        return found
+
+    return keep_all
+
+
+def test_a_file_of_layouts_is_kept_as_it_is_without_logs(kept: Callable[..., dict[str, Any]]) -> None:
+    found = kept(LAYOUTS, words=["--note", "alone"])
+    assert found == LAYOUTS | {"layouts": {"tp2": {"loads": [{"clients": 1}]}}, "note": "alone"}
+    assert kept(LAYOUTS, words=["--commit", "1234567+dirty"])["dirty"] is True
+
+
+def test_several_files_of_layouts_or_of_starts_become_one_record(kept: Callable[..., dict[str, Any]]) -> None:
+    other = LAYOUTS | {"layouts": {"tp1x2": {"loads": []}}, "command": ["python", "b"]}
+    found = kept(LAYOUTS, other)
+    assert list(found["layouts"]) == ["tp2", "tp1x2"]
+    assert found["further_commands"] == [["python", "b"]]
+    found = kept(STARTS, STARTS | {"starts": [{"side": "vllm", "ready_s": 56.0}]})
+    assert [start["side"] for start in found["starts"]] == ["ours", "vllm"]
+
+
+@pytest.mark.parametrize("change", [{"commit": "1234567"}, {"environment": {"device": "NVIDIA H200"}}, {}])
+def test_what_does_not_belong_together_is_not_joined(
+    kept: Callable[..., dict[str, Any]], change: dict[str, Any]
+) -> None:
+    # The third holds the same layout again.
+    with pytest.raises(SystemExit, match="hint:"):
+        kept(LAYOUTS, LAYOUTS | change)
