@@ -77,7 +77,7 @@ def layout_name(text: str) -> str:
     try:
         return parse_layout(text).name
     except InputError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise HintedError(str(error).removeprefix("layout: "), error.hint) from None
 
 
 def seconds_or_none(text: str) -> float:
@@ -88,12 +88,19 @@ def seconds_or_none(text: str) -> float:
     return value
 
 
-class NotOneOfError(typer.BadParameter):
+class HintedError(typer.BadParameter):
+    """A value that is refused, with a hint."""
+
+    def __init__(self, message: str, hint: str | None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class NotOneOfError(HintedError):
     """A value is not one of its choices; the nearest one is the hint."""
 
     def __init__(self, text: str, choices: tuple[str, ...]) -> None:
-        super().__init__(f"got {text!r}, expected one of {', '.join(choices)}")
-        self.hint = did_you_mean(text, choices)
+        super().__init__(f"got {text!r}, expected one of {', '.join(choices)}", did_you_mean(text, choices))
 
 
 def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -13,6 +13,8 @@ from moe_optimizer.specs.quantity import bytes_in_words
 
 _BAR = 6
 _WITH_BARS = 79
+_LEAST_SHARE = 0.005
+"""Of a step: a smaller part is not listed."""
 
 
 def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
@@ -65,7 +67,8 @@ def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:
     total = sum(part.value for part in choice.parts_us.values())
     if not total:
         return
-    words = [f"{name} {part.value / total:.0%}" for name, part in choice.parts_us.items()]
+    shares = {name: part.value / total for name, part in choice.parts_us.items()}
+    words = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE]
     yield from _wrapped(f"a decode step of {total / 1e3:.2f} ms: {', '.join(words)}", width)
 
 

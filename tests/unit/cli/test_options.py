@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_optimizer.cli.option_values import NotOneOfError, one_of, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import (
+    HintedError,
+    NotOneOfError,
+    layout_name,
+    one_of,
+    seconds,
+    seconds_or_none,
+    whole_number,
+)
 from moe_optimizer.cli.options import ModelOptions
 from moe_optimizer.errors import InputError
 
@@ -39,6 +47,15 @@ def test_a_near_miss_is_the_hint() -> None:
     with pytest.raises(NotOneOfError) as caught:
         one_of(("vllm", "embedded"))("vlm")
     assert "vllm" in str(caught.value.hint)
+
+
+def test_what_is_no_layout_is_refused_with_an_example() -> None:
+    assert layout_name("TP4x2") == "tp4x2"
+    with pytest.raises(HintedError) as caught:
+        layout_name("four")
+    # The parser names the option.
+    assert caught.value.message.startswith("got 'four'")
+    assert "tp4x2" in str(caught.value.hint)
 
 
 def test_the_model_may_be_named_in_either_way_but_not_two() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
+from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import (
@@ -59,6 +62,14 @@ def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
     assert all(each.why_not for each in choice.estimates[1:])
     assert {"experts", "attention", "exchange"} <= choice.parts_us.keys()
     assert all(part.ref for part in choice.parts_us.values())
+
+
+def test_a_part_that_rounds_to_nothing_is_not_listed():
+    choice = choice_of(planned())
+    parts = {**choice.parts_us, "crumbs": dataclasses.replace(choice.parts_us["experts"], value=0.1)}
+    text = "\n".join(layout_lines(dataclasses.replace(choice, parts_us=parts), 80))
+    assert "experts" in text
+    assert "crumbs" not in text
 
 
 def test_a_pinned_layout_is_planned_whatever_the_goal_and_the_profile_say():
