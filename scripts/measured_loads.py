@@ -73,7 +73,7 @@ def served_loads() -> Iterator[Load]:
             holds = _SAME.get(side, side)
             for words, found in record["layouts"].items():
                 layout, *own = words.split()
-                about = {
+                about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
                 }  # fmt: skip
@@ -81,7 +81,7 @@ def served_loads() -> Iterator[Load]:
                 for load in found["loads"]:
                     starts = [load, *(each for each in earlier["loads"] if each["clients"] == load["clients"])]
                     one = _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout)
-                    yield dataclasses.replace(one, **about, **_mean_of(starts))
+                    yield dataclasses.replace(one, **(about | _mean_of(starts)))
         elif not path.stem.endswith(("served", "layouts")):
             continue
         elif isinstance(record["sides"], list):
@@ -120,7 +120,7 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
     )  # fmt: skip
 
 
-def _mean_of(starts: list[Any]) -> dict[str, float]:
+def _mean_of(starts: list[Any]) -> dict[str, Any]:
     """Return what one load took in all rounds of all starts that measured it."""
     rounds = sum(each["rounds"] for each in starts)
     return {

@@ -184,18 +184,21 @@ def _pass_between(base: Load, load: Load) -> str:
 
 
 def choices(found: list[Case]) -> list[LayoutChoice]:
-    """Return how well is chosen wherever a record measured several layouts of as many GPUs."""
-    groups: dict[tuple[str, str, int, int], list[Case]] = {}
+    """Return how well is chosen wherever layouts of as many GPUs of a kind were measured under the same load, in one
+    record or in several.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in found:
         load, gpus = case.load, case.prediction.layout.num_devices
         if load.api_servers is not None:
             continue  # No plan takes more API servers by itself.
-        groups.setdefault((load.record, load.side, gpus, load.clients), []).append(case)
+        same = (_hardware(load), load.model, load.side, gpus, load.clients, load.requests)
+        groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)
     chosen = []
     for group in groups.values():
         judged = [case for case in group if case.rate_error is not None]
         for goal, known in (("throughput", judged), ("latency", group)):
-            if len(known) > 1:
+            if len({case.load.layout for case in known}) > 1:
                 first = ordered([case.prediction for case in known], goal)[0]
                 taken = next(case for case in known if case.prediction is first)
                 best = max(known, key=lambda case: _score(case.load, goal))
@@ -224,7 +227,7 @@ def predicted(load: Load) -> Case:
 
 
 def _question(load: Load) -> LayoutQuestion:
-    gpu = load_catalog_entry("h200" if "_h200_" in load.record else "h100_sxm").gpu
+    gpu = load_catalog_entry(_hardware(load)).gpu
     fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES[load.holds]}
     kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
@@ -241,6 +244,10 @@ def _question(load: Load) -> LayoutQuestion:
         load=_routing(load), reader_token_us=READER_TOKEN_US,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
+
+
+def _hardware(load: Load) -> str:
+    return "h200" if "_h200_" in load.record else "h100_sxm"
 
 
 def _routing(load: Load) -> ExpertLoad | None:

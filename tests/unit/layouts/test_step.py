@@ -119,6 +119,7 @@ def test_above_the_table_vllms_kernel_computes_but_not_on_weights_that_only_ours
     )
     for each, jumps in ((eight, True), (four, False)):
         times = expert_times(each, Layout())
+        assert times.table is not None
         last = times.table.rows[-1].tokens
         assert (times.layer_us(last + 1).value > 1.2 * times.layer_us(last).value) is jumps
 
