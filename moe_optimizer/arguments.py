@@ -31,5 +31,16 @@ def _input_error(first: Any, known: dict[str, FieldInfo]) -> InputError:
         return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, list(known)))
     if first["type"] == "value_error":
         return InputError(first["msg"].removeprefix("Value error, "))
-    said = first["msg"].replace("Input should be", "expected").replace("String should", "expected to")
-    return InputError(f"{name}: got {first['input']!r}, {said}", hint=known[first["loc"][0]].description)
+    return InputError(complaint(name, first), hint=known[first["loc"][0]].description)
+
+
+def complaint(name: str, first: Any) -> str:
+    """Return one of pydantic's errors as a sentence: what, got, expected."""
+    if first["type"] == "missing":
+        return f"{name}: got none, expected one"
+    if first["type"] == "value_error":
+        return f"{name}: {first['msg'].removeprefix('Value error, ')}"
+    # "Input should be ...", "List should have ...".
+    _, should, rest = first["msg"].partition(" after validation")[0].partition(" should ")
+    said = rest.removeprefix("be ") if rest.startswith("be ") else f"to {rest}"
+    return f"{name}: got {first['input']!r:.80}" + (f", expected {said}" if should else f": {first['msg']}")

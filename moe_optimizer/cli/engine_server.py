@@ -46,7 +46,7 @@ def read_command_line(words: Sequence[str]) -> dict[str, Any]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"embedded engine: {message}")
+        raise InputError(f"embedded engine: {message}", hint=f"{self.prog} --help lists the options")
 
 
 def _value(text: str) -> Any:

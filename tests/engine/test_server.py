@@ -237,6 +237,7 @@ def test_a_message_names_the_field_and_not_the_class_that_reads_it(url: str, bod
     message = post(url, "completions", **body).json()["error"]["message"]
     assert name in message.partition(":")[0]
     assert "[" not in message.partition(":")[0]
+    assert {"got", "expected"} <= {*message.replace(",", " ").split()}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/nothing", 404)])

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from moe_optimizer.arguments import complaint
 from moe_optimizer.engine.async_llm import AsyncLLM, Indexed, QueueFullError
 from moe_optimizer.engine.llm import default_sampling_params, several
 from moe_optimizer.engine.outputs import RequestOutput
@@ -84,7 +85,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
             return _error(400, f"body: got no JSON: {first['ctx']['error']}")
         # Of a field that takes several types, pydantic names the type too: list[int].
         names = [each for each in map(str, first["loc"][1:]) if "[" not in each]
-        return _error(400, f"{'.'.join(names) or 'body (JSON, content-type: application/json)'}: {first['msg']}")
+        return _error(400, complaint(".".join(names) or "body (JSON, content-type: application/json)", first))
 
     @app.exception_handler(HTTPException)
     async def _(_request: Request, error: HTTPException) -> Response:
