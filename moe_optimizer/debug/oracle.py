@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from moe_optimizer.errors import InputError
 
 PROMPTS = ("def fibonacci(n):\n", "import os\n\n", "class Stack:\n", "The capital of France is")
 _TIMEOUT_S = 120.0
+_MOST_SAID = 400
+"""Bytes of a refusal that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,5 +162,8 @@ def _asked(url: str, body: dict[str, Any] | None) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.load(response)
+    except urllib.error.HTTPError as error:
+        said = error.read(_MOST_SAID).decode(errors="replace")
+        raise InputError(f"{url}: {error}: {said}", hint="the oracle asks a vLLM server of the same model") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{url}: {error}", hint="is the server up, and is this its base URL?") from None

@@ -6,8 +6,10 @@ import io
 import json
 import shutil
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,17 @@ def test_the_first_wrong_token_of_a_server_is_named(server_url: str) -> None:
 def test_a_server_that_is_not_there_is_an_error_of_the_user() -> None:
     with pytest.raises(InputError, match="http://127"):
         oracle("http://127.0.0.1:9", TINY_MOE)
+
+
+def test_what_a_server_says_against_the_question_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        body = io.BytesIO(b'{"error": "unknown argument return_tokens"}')
+        raise urllib.error.HTTPError("http://127.0.0.1:9", 400, "Bad Request", Message(), body)
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(InputError, match=r"400.*unknown argument return_tokens") as refused:
+        oracle("http://127.0.0.1:9", TINY_MOE)
+    assert "vLLM" in (refused.value.hint or "")
 
 
 def test_the_oracle_needs_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
