@@ -23,7 +23,7 @@ from moe_optimizer.engine.layers.ranks import Ranks
 from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.protocols import Sampler
-from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 
 _HOST = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=10)
@@ -109,8 +109,11 @@ def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: 
             batch = pickle.loads(cast(memoryview, mailbox.buf))
             taken.release()
             runner.compute(batch)
-    except Exception:  # noqa: BLE001  (whatever it is, rank 0 waits for this process and sees it end)
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  (whatever it is, rank 0 waits for this process and sees it end)
+        if isinstance(error, MoeOptimizerError):
+            print(f"rank {rank}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         sys.stderr.flush()
         # Not sys.exit: threads of torch.distributed may wait for the other ranks.
         os._exit(1)

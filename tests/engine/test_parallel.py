@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from moe_optimizer.engine import LLMEngine, SamplingParams
+from moe_optimizer.engine import LLMEngine, SamplingParams, parallel
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.layers.ranks import Ranks
 from moe_optimizer.engine.parallel import ParallelExecutor
 from moe_optimizer.errors import InputError, ServerFailedError, UnsupportedError
+from tests.engine.tiny_models import TINY_MOE
 
 PROMPTS = [list(range(1, 30)), [5, 3], [7] * 12]
 
@@ -96,6 +99,24 @@ def test_a_rank_that_died_ends_the_engine(tiny_model: Callable[..., Path]) -> No
 def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="5 heads"):
         Ranks(0, 2).share(5, "heads")
+
+
+def test_what_a_rank_refuses_is_said_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = EngineArgs(model=str(TINY_MOE), device="cpu", skip_tokenizer_init=True, tensor_parallel_size=3)
+    mailbox = SharedMemory(create=True, size=64)
+    codes: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # It is alone: nobody joins.
+        patch.setattr(parallel, "_join", lambda _config, rank, _store: Ranks(rank, 3))
+        patch.setattr("os._exit", codes.append)
+        parallel._serve_rank(args, 1, store.port, mailbox.name, (None, None))
+    mailbox.close()
+    mailbox.unlink()
+    err = capfd.readouterr().err
+    assert codes == [1]
+    assert "rank 1: tensor_parallel_size: got 3" in err
+    assert "Traceback" not in err
 
 
 def test_ranks_share_a_slice_where_there_are_fewer_slices() -> None:
