@@ -259,8 +259,9 @@ def test_the_layers_of_a_step_share_one_schedule(vllm_flash: None) -> None:
     flash, before = make_backend("flash", torch.device("cuda"), 16), len(PretendedVllmFlash.schedules)
     for step in STEPS.values():
         batch = make_step(step, 16)
+        q, k, v, cache = (each.half() for each in inputs(batch, HEADS[0]))
         for _layer in range(3):
-            flash.attend(*(each.half() for each in inputs(batch, HEADS[0])), batch)
+            flash.attend(q, k, v, cache, batch)
     assert len(PretendedVllmFlash.schedules) - before == len(STEPS)
 
 

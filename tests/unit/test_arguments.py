@@ -33,8 +33,9 @@ class Shelf(Arguments):
     ids=str,
 )
 def test_a_value_is_refused_with_what_got_and_expected(values: dict[str, Any], said: str, hint: str | None) -> None:
+    given: dict[str, Any] = {"owner": "me", **values}
     with pytest.raises(InputError) as refused:
-        Shelf(**{"owner": "me", **values})
+        Shelf(**given)
     assert str(refused.value).startswith(said)
     assert refused.value.hint == hint
 
