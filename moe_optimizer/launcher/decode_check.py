@@ -1,9 +1,10 @@
 """Compares what a server decodes with what it computes of the same tokens as a prompt, before it is ready.
 
-A decode step goes through vLLM's CUDA graphs of the whole model; a prompt that is longer than the largest graph goes
-through none. Kernels that are wrong in a graph, or at few tokens, give a token another probability in the one than in
-the other. Random prompts are answered greedily at several batch sizes, then prompt and answer so far come as a prompt
-of their own, with a `cache_salt`, so that nothing of the first request is read from the prefix cache.
+A decode step goes through vLLM's CUDA graphs of the whole model; a prompt that is longer than the largest of these goes
+through none, or through graphs of single layers for steps that read prompts. Kernels that are wrong in a graph, or at
+few tokens, give a token another probability in the one than in the other. Random prompts are answered greedily at
+several batch sizes, then prompt and answer so far come as a prompt of their own, with a `cache_salt`, so that nothing
+of the first request is read from the prefix cache.
 
 Both differ by rounding too. A difference counts above a tolerance that rounding of 2 % in every layer's experts stays
 below (see `docs/passes/flash_dmoe.md`), and a finding needs three things: too many such differences, again with other
@@ -33,7 +34,7 @@ DEFAULT_LIMIT_S = 30.0
 _BATCHES = (1, 8, 32, 64)
 """Chosen: each is another graph and, with our kernels, another range of tokens."""
 _PROMPT = 96
-"""Chosen: tokens of a prompt beyond those of the largest graph: more than the largest batch has."""
+"""Chosen: tokens of a prompt beyond those of the largest graph of a decode step: more than the largest batch has."""
 _LONGEST_GRAPH = 512
 """Of vLLM by default, where the plan does not say."""
 _PLAIN, _QUANTISED = 0.5, 1.0
@@ -61,7 +62,7 @@ class DecodeQuestion:
     batches: tuple[int, ...]
     """Requests at once."""
     prompt_tokens: int
-    """More than the largest graph has."""
+    """More than the largest graph of a decode step has."""
     step_tokens: int
     """Most tokens of a step."""
     tolerance: float
@@ -106,6 +107,8 @@ def decode_question(plan: Plan, max_model_len: int) -> DecodeQuestion:
     if plan.num_gpus:
         params = graphs.params
         largest = params.max_capture_size if isinstance(params, GraphCaptureParams) else _LONGEST_GRAPH
+        # Larger ones are of steps that read prompts.
+        largest = min(largest, _LONGEST_GRAPH)
     batches = tuple(dict.fromkeys(min(batch, steps.max_num_seqs) for batch in _BATCHES))
     longer = largest + _PROMPT
     answered = max(_tokens(longer, batch, steps.max_num_batched_tokens) for batch in batches)

@@ -66,6 +66,8 @@ class LayoutQuestion:
     """Of each token of all answers, in the one process with which a load test reads them; 0: users have processes of
     their own.
     """
+    prompt_graphs: bool = False
+    """Whether CUDA graphs are captured for steps that read prompts, of each size that would wait for its launches."""
     placed: bool = False
     """Whether the experts will be placed by the measured load; else they lie in their order."""
 

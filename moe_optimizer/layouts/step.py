@@ -73,6 +73,29 @@ class StepModel:
 
     def parts(self, tokens: Tokens) -> dict[str, Quantity]:
         """Return the time of each part of a step, in us, all layers together."""
+        parts = self._in_a_graph(tokens)
+        if self._is_launched(tokens):
+            waiting = self.launches_us - sum(part.value for part in parts.values())
+            ref = f"without a graph, as in {fitted.PROMPT_LEDGER}"
+            parts |= {LAUNCHES: Quantity(waiting, "us", Source.MODELLED, ref)} if waiting > 0 else {}
+        return parts
+
+    def graph_us(self, tokens: Tokens) -> float:
+        """Return the time of a step whose kernels come from a CUDA graph."""
+        return sum(part.value for part in self._in_a_graph(tokens).values())
+
+    @property
+    def launches_us(self) -> float:
+        """The least time of a step whose kernels are launched one by one."""
+        exchange = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
+        return (fitted.LAUNCH_LAYER_US + exchange) * self.question.model.num_layers
+
+    def _is_launched(self, tokens: Tokens) -> bool:
+        """Whether a step has no graph and its launches count."""
+        question, captured = self.question, tokens.total <= fitted.CAPTURED_TOKENS
+        return question.processes and tokens.prompt > 0 and not captured and not question.prompt_graphs
+
+    def _in_a_graph(self, tokens: Tokens) -> dict[str, Quantity]:
         parts = {
             EXPERTS: self._experts_us(tokens),
             MATRICES: self._matrices_us(tokens),
@@ -87,9 +110,6 @@ class StepModel:
         if doublings:
             waiting = fitted.LOCK_STEP_US * doublings
             parts[LOCK_STEP] = Quantity(waiting, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
-        waiting = self._launches_us(tokens) - sum(part.value for part in parts.values())
-        if waiting > 0:
-            parts[LAUNCHES] = Quantity(waiting, "us", Source.MODELLED, f"without a graph, as in {fitted.PROMPT_LEDGER}")
         return parts
 
     def _experts_us(self, tokens: Tokens) -> Quantity:
@@ -146,13 +166,6 @@ class StepModel:
         moved = fitted.SAMPLING_PASSES * tokens.sampled * self.question.model.vocab_size * 4
         value = fitted.SAMPLING_US + moved / self.question.gpu.memory_bandwidth.value * 1e6
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
-
-    def _launches_us(self, tokens: Tokens) -> float:
-        """Return the time that launching its kernels takes of a step without a CUDA graph; 0 with one."""
-        if not self.question.processes or not tokens.prompt or tokens.total <= fitted.CAPTURED_TOKENS:
-            return 0.0
-        exchange = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
-        return (fitted.LAUNCH_LAYER_US + exchange) * self.question.model.num_layers
 
     def _exchange_us(self, tokens: Tokens) -> Quantity:
         """Return the time of what GPUs send each other: all-reduces of slices, gathers of data parallel copies, and

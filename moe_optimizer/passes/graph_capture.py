@@ -1,17 +1,32 @@
-"""Chooses the batch sizes that vLLM captures as CUDA graphs."""
+"""Chooses the sizes of steps that vLLM captures as CUDA graphs."""
 
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.layouts.constants import PROMPT_LEDGER
+from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.pass_params import GraphCaptureParams, SpeculationParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.graph_arguments import (
+    LARGEST_FLAG,
+    SIZES_FLAG,
+    argument_against_graphs,
+    is_eager,
+    largest_given,
+    why_no_prompt_graphs,
+)
+from moe_optimizer.plan_context.layouts import layout_question
+from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.quantity import Quantity, Source
+from moe_optimizer.specs.workload import WorkloadSpec
 
 _VLLM_CAP = 512
 """vLLM captures up to min(2 * max-num-seqs, 512) unless told otherwise (its compilation configuration)."""
@@ -19,85 +34,68 @@ _STEP = 16
 """Spacing of vLLM's capture sizes from 256 on."""
 _SMALL_STEP = 8
 """Their spacing below."""
-_FLAG = "--max-cudagraph-capture-size"
-_COMPILATION_FLAG = "--compilation-config"
-"""Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
-_SIZES_FLAG = "--cudagraph-capture-sizes"
 _STEPS = {0: _SMALL_STEP, 128: _STEP, 512: 2 * _STEP}
 """Chosen, from so many tokens on: vLLM's spacing doubled where the padding is at most 1 % of a step."""
+_LEAST_PROMPT_STEP = 16
+"""Chosen: spacing of the sizes that only prompts need, else a quarter of the power of two below."""
+_WORTH = 0.9
+"""Chosen: of the time of its launches, what a step may take at most that is padded to a size worth capturing."""
 STEP_US, TOKEN_US = 23_570, 21.2
 """A decode step of T tokens takes about the one and T times the other, the attention of a token more apart: 24,925 us
 at 64 requests, and 1,355 us more for 64 more (vLLM's kernels, Qwen3-30B-A3B in BF16, _PADDING_SOURCE)."""
 _PADDING_SOURCE = "benchmarks/records/2026-11-22_h100_decode_step.json"
+_PROMPT_SOURCES = (PROMPT_LEDGER, "benchmarks/records/2026-11-26_h100_prompt_step_graphs.json")
 
 
 class GraphCapture(OptimizationPass):
-    """Which batch sizes are captured as CUDA graphs.
+    """Which sizes of steps are captured as CUDA graphs.
 
-    On: vLLM's own compilation and capture, with the largest captured batch raised to the planned batch where vLLM's
-    default stops below it; or, where the profile says eager, neither. Off: vLLM's default, whatever the batch.
+    On: vLLM's own compilation and capture. Where a step that reads prompts would wait for the launches of its kernels,
+    sizes beyond vLLM's are captured for it; so is the largest batch where vLLM's default stops below it. Or, where the
+    profile says eager, nothing. Off: vLLM's default, whatever the batch.
     Stands after the scheduler, whose requests and tokens of a step bound what vLLM captures.
     """
 
     name = "graph_capture"
     flag = "graph-capture"
-    title = "CUDA graphs for every planned batch size"
+    title = "CUDA graphs for every planned batch size, and for steps that read prompts"
     limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
     no_gain = "how long a step that only decodes waits for launches without a graph is in no record"
 
     def why_not(self, ctx: PlanContext) -> str:
         """CUDA graphs need a GPU and no argument of the user's against them; eager execution needs neither."""
-        without = _argument_against_graphs(ctx.pinned)
+        without = argument_against_graphs(ctx.pinned)
         if without:
             return f"{without} is given after --"
-        if ctx.device == "cpu" and not _eager(ctx):
+        if ctx.device == "cpu" and not is_eager(ctx):
             return "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
         return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's default."""
-        eager = bool(_argument_against_graphs(ctx.pinned))
+        eager = bool(argument_against_graphs(ctx.pinned))
         return self._decide(ctx, Status.OFF, "no graphs" if eager else "vLLM's default", reason, eager=eager)
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Return the largest batch to capture."""
-        if _eager(ctx):
+        """Return the sizes to capture."""
+        if is_eager(ctx):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             eager = ServeArguments("--enforce-eager")
             slower = "it starts sooner and computes more slowly: no record says by how much"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager, no_gain=slower)
         # Of a larger batch no more than these run at once.
         drafting = ctx.params(SpeculationParams)
-        each = 1 + (drafting.draft_tokens if drafting else 0)
         batch = ctx.step_tokens(min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs))
-        default = min(2 * ctx.scheduler.max_num_seqs * each, _VLLM_CAP)
         asked = ctx.profile.passes.graph_capture.max_capture_size
-        flag, size = _largest_given(ctx.pinned)
+        flag, size = largest_given(ctx.pinned)
         fields: dict[str, Any] = {}
         if flag:
             reason = f"{flag} is given after --"
         elif asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
-            fields["vllm_args"] = ServeArguments(_FLAG, str(size))
-        elif batch <= default or each > 1:
-            # Only vLLM knows which sizes fit the steps that check drafts: multiples of their tokens.
-            size = default // each * each
-            reason = f"vLLM's own capture sizes {'cover' if batch <= size else 'end before'} a batch of {batch}"
-            fields["no_gain"] = "stock vLLM captures the same"
-            if each == 1:
-                fields |= _beside_fewer(_captured(size, ctx.scheduler.max_num_batched_tokens))
+            fields["vllm_args"] = ServeArguments(LARGEST_FLAG, str(size))
         else:
-            size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
-            sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)
-            reason = (
-                f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph; "
-                f"{len(sizes)} sizes are captured instead of its {len(vllms)} up to there: the same below 128, above "
-                f"a batch is padded by at most {_padding(sizes, vllms):.1%} of a step more"
-            )
-            more = f"{len(vllms) / len(sizes):.1f}x the time and memory of capturing"
-            fields["evidence"] = (_PADDING_SOURCE,)
-            fields["rejected"] = {f"all {len(vllms)} sizes": more}
-            fields["vllm_args"] = ServeArguments(_SIZES_FLAG, *map(str, sizes))
+            size, reason, fields = _chosen(ctx, batch, 1 + (drafting.draft_tokens if drafting else 0))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
         unit = " tokens" if drafting else ""
         warning = f"graph_capture: a batch of {batch}{unit} runs without a graph, they end at {captured}: {reason}"
@@ -128,9 +126,112 @@ class GraphCapture(OptimizationPass):
         return self.decision(ctx, status, value, reason, applier, params=params, **fields)
 
 
-def _eager(ctx: PlanContext) -> bool:
-    """Whether the profile asks for plain execution, and no flag for graphs."""
-    return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag(GraphCapture.name)
+@dataclass(frozen=True, slots=True)
+class _WaitingPrompts:
+    """Steps that read prompts and would wait for the launches of their kernels."""
+
+    sizes: Sequence[int]
+    """To capture, ascending: one of each is shorter than its launches."""
+    prompt: int
+    """Tokens of the workload's prompt, or the nearest that gets one of the sizes."""
+    launched_us: float
+    """Of such a step without a graph; here and below it is predicted."""
+    graph_us: float
+
+    @property
+    def cost(self) -> str:
+        """What stock vLLM has them take."""
+        ms, graph_ms = self.launched_us / 1000, self.graph_us / 1000
+        return f"a step that reads {self.prompt} prompt tokens takes {ms:.0f} ms of launches in place of {graph_ms:.0f}"
+
+    def gain(self, workload: WorkloadSpec) -> dict[str, Any]:
+        """Return what a decision says of it."""
+        if self.prompt != workload.input_tokens:
+            without = f"prompts of {workload.input_tokens} tokens alone are read as in stock vLLM; not beside others"
+            return {"no_gain": without}
+        ratio = Quantity(self.launched_us / self.graph_us, "ratio", Source.MODELLED, ", ".join(_PROMPT_SOURCES))
+        return {"gain": Gain(metric=f"time of the step that reads a prompt of {self.prompt} tokens", ratio=ratio)}
+
+
+def _chosen(ctx: PlanContext, batch: int, each: int) -> tuple[int, str, dict[str, Any]]:
+    """Return the largest size to capture, why, and what more the decision has.
+
+    Args:
+        ctx: after the scheduler.
+        batch: tokens of a step that only decodes.
+        each: tokens of a request in it.
+    """
+    default = min(2 * ctx.scheduler.max_num_seqs * each, _VLLM_CAP)
+    covered = batch <= default or each > 1
+    if each > 1:
+        # Only vLLM knows which sizes fit the steps that check drafts: multiples of their tokens.
+        size, waiting = default // each * each, None
+    else:
+        size = _captured(default if covered else -(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
+        waiting = _waiting_prompts(ctx, size)
+    if covered and waiting is None:
+        reason = f"vLLM's own capture sizes {'cover' if batch <= size else 'end before'} a batch of {batch}"
+        return size, reason, {"no_gain": "stock vLLM captures the same"} | (_beside_fewer(size) if each == 1 else {})
+    sizes, vllms = sorted({*_sizes_up_to(size), min(batch, size)}), _vllms_sizes(size)
+    reasons, rejected, evidence, fields = [], {}, [], {}
+    if not covered:
+        reasons.append(f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph")
+    if waiting is not None:
+        reasons.append(f"{waiting.cost}: sizes up to {waiting.sizes[-1]} for such steps")
+        rejected[f"vLLM's own {len(vllms)} sizes"] = waiting.cost
+        evidence += _PROMPT_SOURCES
+        fields |= waiting.gain(ctx.workload)
+    if len(sizes) < len(vllms):
+        reasons.append(
+            f"{len(sizes)} sizes up to {size} in place of vLLM's {len(vllms)}: the same below 128, above a batch is "
+            f"padded by at most {_padding(sizes, vllms):.1%} of a step more"
+        )
+        rejected[f"all {len(vllms)} sizes"] = f"{len(vllms) / len(sizes):.1f}x the time and memory of capturing"
+        evidence.append(_PADDING_SOURCE)
+    sizes += () if waiting is None else waiting.sizes
+    fields |= {"rejected": rejected, "evidence": tuple(evidence)}
+    fields["vllm_args"] = ServeArguments(SIZES_FLAG, *map(str, sizes))
+    return sizes[-1], "; ".join(reasons), fields
+
+
+def _waiting_prompts(ctx: PlanContext, captured: int) -> _WaitingPrompts | None:
+    """Return the sizes beyond `captured` that steps gain from which read prompts; None: there are none.
+
+    Of the copies of a server vLLM has all compute as many tokens as the one that reads a prompt, which the step model
+    assumes of every step.
+    """
+    split, most = ctx.parallelism, ctx.scheduler.max_num_batched_tokens
+    if why_no_prompt_graphs(ctx) or ctx.decided["dual_batch_overlap"].status is Status.ON:
+        return None  # half batches are captured by rules of their own
+    layout = Layout(
+        tensor_parallel_size=split.tensor_parallel_size,
+        data_parallel_size=split.data_parallel_size,
+        expert_parallel=split.expert_parallel,
+        pipeline_parallel_size=split.pipeline_parallel_size,
+    )
+    try:
+        model = StepModel(layout_question(ctx), layout)
+    except UnsupportedError:
+        return None  # the GPU's rates are not known
+    sizes: list[int] = []
+    worth_us = _WORTH * model.launches_us
+    while (size := _next_size(sizes[-1] if sizes else captured, most)) <= most and _us(model, size) < worth_us:
+        sizes.append(size)
+    if not sizes:
+        return None
+    prompt = min(max(ctx.workload.input_tokens, captured + 1), sizes[-1])
+    return _WaitingPrompts(sizes, prompt, model.launches_us, _us(model, _padded(prompt, sizes)))
+
+
+def _us(model: StepModel, prompt: int) -> float:
+    return model.graph_us(Tokens(0, 0, prompt, prompt))
+
+
+def _next_size(size: int, most: int) -> int:
+    """Return the next size to capture: at most a quarter more, and the tokens of a whole step in between."""
+    step = max(_LEAST_PROMPT_STEP, (1 << size.bit_length()) // 8)
+    following = (size // step + 1) * step
+    return most if size < most < following else following
 
 
 def _beside_fewer(size: int) -> dict[str, Any]:
@@ -181,30 +282,3 @@ def _captured(size: int, tokens: int) -> int:
         return max(captured for captured in (1, 2, 4) if captured <= size)
     step = _STEP if size >= 256 else _SMALL_STEP
     return size // step * step
-
-
-def _argument_against_graphs(given: ServeArguments) -> str:
-    """Return the user's own argument with which vLLM captures nothing; "" where there is none."""
-    if given.is_on("--enforce-eager"):
-        return "--enforce-eager"
-    if given.value("--optimization-level") == "0":
-        return "-O0"
-    if given.value(_FLAG) == "0":
-        return f"{_FLAG} 0"
-    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
-    return f"cudagraph_mode {mode}" if mode is not None and str(mode).upper() == "NONE" else ""
-
-
-def _largest_given(given: ServeArguments) -> tuple[str, int]:
-    """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
-    config = given.json_object(_COMPILATION_FLAG) or {}
-    for flag, text in (
-        ("--cudagraph-capture-sizes", given.value("--cudagraph-capture-sizes")),
-        (_FLAG, given.value(_FLAG)),
-        ("cudagraph_capture_sizes", config.get("cudagraph_capture_sizes")),
-        ("max_cudagraph_capture_size", config.get("max_cudagraph_capture_size")),
-    ):
-        sizes = [int(number) for number in re.findall(r"\d{1,9}", str(text))]
-        if any(sizes):
-            return flag, max(sizes)
-    return "", 0

@@ -132,7 +132,10 @@ class GraphCaptureSection(PassSection):
     eager: bool = False
     """Plain execution without compilation and graphs (--enforce-eager): slower, but starts quickly."""
     max_capture_size: int | None = Field(default=None, ge=1, le=8192)
-    """Largest batch with a captured graph; null: chosen from the batch size."""
+    """Largest step with a captured graph, in tokens; null: chosen from the batch size and what prompts gain."""
+    prompts: Literal["auto", "off"] = "auto"
+    """Graphs for steps that read prompts too, of sizes that would wait for the launches of their kernels. off: only
+    what covers the batch."""
 
 
 class KvCacheSection(PassSection):

@@ -13,7 +13,7 @@ import pytest
 
 from moe_optimizer.launcher.decode_check import DecodeQuestion, check_decode, decode_question
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.plan.pass_params import GraphCaptureParams
+from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, qwen3_30b_a3b, request, with_arguments
 
@@ -161,11 +161,13 @@ def test_sizes_for_which_there_is_no_time_are_left_out() -> None:
     assert (result.wrong, result.batches, result.why_not) == ("", (), "no time")
 
 
-def test_prompts_are_longer_than_the_largest_graph() -> None:
+def test_prompts_are_longer_than_the_largest_graph_of_a_decode_step() -> None:
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1)))
-    largest = plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size
+    requests = plan.decision("scheduler").params_as(SchedulerParams).max_num_seqs
+    # Graphs of steps that read prompts are larger, and prompts as long as those would take the time of a start.
+    assert plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size > 1024
     question = decode_question(plan, 32_768)
-    assert question.prompt_tokens > largest > 0
+    assert 1024 > question.prompt_tokens > requests > 0
     assert (question.batches, question.tolerance, question.why_not) == ((1, 8, 32, 64), 0.5, "")
     assert decode_question(plan, 300).prompt_tokens < 300
 

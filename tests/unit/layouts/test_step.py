@@ -83,6 +83,13 @@ def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_
     assert LAUNCHES not in model.parts(Tokens(1024, 576))
 
 
+def test_graphs_of_prompts_leave_no_launches():
+    model = StepModel(question(gpus=4, prompt_graphs=True), Layout(tensor_parallel_size=4))
+    prompt = Tokens(16, 576, 512, 512)
+    assert LAUNCHES not in model.parts(prompt)
+    assert model.step_us(prompt) == model.graph_us(prompt) < model.launches_us
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_experts_with_even_routing_take_what_the_ledger_of_a_server_has(ours):
     sides = json.loads((ROOT / LEDGER).read_text(encoding="utf-8"))["sides"]

@@ -2,22 +2,51 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.serve_args import ServeArguments
-from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, tiny_moe
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    gpus,
+    mixtral_8x7b,
+    profile_with,
+    qwen3_30b_a3b,
+    tiny_moe,
+)
 
+ROOT = Path(__file__).resolve().parents[3]
 BEFORE = ("parallelism", "dual_batch_overlap", "scheduler")
 
 
-def decide(batch: int = 64, hardware=None, **changes) -> Decision:
-    ctx = context(qwen3_30b_a3b() if hardware is None else tiny_moe(), hardware or gpus("h100_sxm"), **changes)
-    ctx = dataclasses.replace(ctx, workload=dataclasses.replace(ctx.workload, batch_size=batch))
+def decide(batch: int = 64, hardware=None, model=None, prompt: int = 1024, **changes) -> Decision:
+    """Decide for a batch; of steps that read prompts nothing is captured unless `changes` have a profile."""
+    changes.setdefault("profile", profile_with(passes={"graph_capture": {"prompts": "off"}}))
+    model = model or (qwen3_30b_a3b() if hardware is None else tiny_moe())
+    ctx = context(model, hardware or gpus("h100_sxm"), **changes)
+    ctx = dataclasses.replace(ctx, workload=dataclasses.replace(ctx.workload, batch_size=batch, input_tokens=prompt))
     return decided_by(ctx, *BEFORE, "graph_capture").decided["graph_capture"]
+
+
+def decide_with_prompts(batch: int = 64, hardware=None, **changes) -> Decision:
+    return decide(
+        batch, hardware or gpus("h100_sxm", 1), **{"model": qwen3_30b_a3b(), "profile": profile_with(), **changes}
+    )
+
+
+def sizes_of(decision: Decision) -> list[int]:
+    flag, *sizes = decision.vllm_args.words
+    assert flag == "--cudagraph-capture-sizes"
+    return [int(size) for size in sizes]
 
 
 @pytest.mark.parametrize("batch", [1, 64, 512])
@@ -80,7 +109,7 @@ def test_eager_is_a_setting_and_counts_no_graphs_in_memory(hardware):
 
 @pytest.mark.parametrize("origin", ["flag --enable-graph-capture", "flag --require graph-capture"])
 def test_graphs_asked_for_by_flag_go_before_a_profile_that_is_eager(origin):
-    eager = profile_with(passes={"graph_capture": {"eager": True}})
+    eager = profile_with(passes={"graph_capture": {"eager": True, "prompts": "off"}})
     wishes = {"graph_capture": (Wish.ON, origin)}
     decision = decide(64, profile=eager, wishes=wishes)
     assert (decision.vllm_args.words, decision.value) == ((), "graphs up to 128")
@@ -140,3 +169,60 @@ def test_the_cpu_build_has_no_graphs():
     decision = decide(hardware=cpu_machine())
     assert (decision.status, decision.vllm_args.words) == (Status.OFF, ())
     assert "need a GPU" in decision.reason
+
+
+def test_steps_that_read_prompts_get_graphs_while_they_are_shorter_than_their_launches():
+    decision = decide_with_prompts(256)
+    sizes = sizes_of(decision)
+    assert sizes == sorted(set(sizes))
+    assert {256, 512, 1024, 2048} <= set(sizes)
+    # 8192 tokens take 161 ms of kernels, launched or not.
+    assert 2048 < sizes[-1] < 8192
+    assert decision.params_as(GraphCaptureParams).max_capture_size == sizes[-1]
+    assert all(upper - lower <= max(16, lower / 4) for lower, upper in itertools.pairwise(sizes))
+
+
+def test_the_gain_of_a_prompt_is_about_what_was_measured():
+    without, captured = (
+        json.loads((ROOT / f"benchmarks/records/2026-11-26_h100_prompt_step{which}.json").read_text(encoding="utf-8"))
+        for which in ("", "_graphs")
+    )
+    measured = without["prompts"]["1024"]["us"] / captured["prompts"]["1024"]["us"]
+    gain = decide_with_prompts(256, prompt=1024).gain
+    assert gain is not None
+    assert gain.ratio.value == pytest.approx(measured, rel=0.2)
+    assert decide_with_prompts(256, prompt=300).gain is None, "such a prompt alone has a graph in stock vLLM"
+
+
+@given(batch=st.integers(1, 1024), tokens=st.integers(64, 16384))
+def test_every_step_up_to_the_largest_graph_is_padded_by_at_most_a_quarter(batch, tokens):
+    decision = decide_with_prompts(batch, pinned=ServeArguments("--max-num-batched-tokens", str(tokens)))
+    if decision.vllm_args.words:
+        sizes = sizes_of(decision)
+        assert all(upper - lower <= max(16, lower / 4) for lower, upper in itertools.pairwise(sizes))
+        assert min(batch, tokens) <= sizes[-1] <= tokens
+
+
+def test_a_small_batch_gets_graphs_for_short_prompts_too():
+    # vLLM would capture up to twice the requests: 32 tokens.
+    assert {64, 128, 512, 1024} <= set(sizes_of(decide_with_prompts(16)))
+
+
+def test_a_model_whose_layers_take_longer_than_their_launches_gets_fewer():
+    qwen, mixtral = (decide_with_prompts(256, model=each) for each in (qwen3_30b_a3b(), mixtral_8x7b()))
+    largest = [each.params_as(GraphCaptureParams).max_capture_size for each in (qwen, mixtral)]
+    assert largest[1] < largest[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pinned": ServeArguments("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')},
+        {"pinned": ServeArguments("--max-num-batched-tokens", "512")},
+        {"profile": profile_with(passes={"graph_capture": {"prompts": "off"}})},
+    ],
+    ids=["mode", "short steps", "profile"],
+)
+def test_prompts_get_no_graphs_where_none_would_be_used(changes):
+    decision = decide_with_prompts(256, **changes)
+    assert (decision.status, decision.vllm_args.words) == (Status.ON, ())

@@ -1,0 +1,69 @@
+"""Reads what profile and vLLM arguments say of CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan_context.context import PlanContext
+
+LARGEST_FLAG = "--max-cudagraph-capture-size"
+SIZES_FLAG = "--cudagraph-capture-sizes"
+_COMPILATION_FLAG = "--compilation-config"
+"""Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
+
+
+def is_eager(ctx: PlanContext) -> bool:
+    """Return whether the profile asks for plain execution, and no flag for graphs."""
+    return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag("graph_capture")
+
+
+def argument_against_graphs(given: ServeArguments) -> str:
+    """Return the user's own argument with which vLLM captures nothing; "" where there is none."""
+    if given.is_on("--enforce-eager"):
+        return "--enforce-eager"
+    if given.value("--optimization-level") == "0":
+        return "-O0"
+    if given.value(LARGEST_FLAG) == "0":
+        return f"{LARGEST_FLAG} 0"
+    mode = _mode(given)
+    return f"cudagraph_mode {mode}" if mode.upper() == "NONE" else ""
+
+
+def largest_given(given: ServeArguments) -> tuple[str, int]:
+    """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
+    config = given.json_object(_COMPILATION_FLAG) or {}
+    for flag, text in (
+        (SIZES_FLAG, given.value(SIZES_FLAG)),
+        (LARGEST_FLAG, given.value(LARGEST_FLAG)),
+        ("cudagraph_capture_sizes", config.get("cudagraph_capture_sizes")),
+        ("max_cudagraph_capture_size", config.get("max_cudagraph_capture_size")),
+    ):
+        sizes = [int(number) for number in re.findall(r"\d{1,9}", str(text))]
+        if any(sizes):
+            return flag, max(sizes)
+    return "", 0
+
+
+def why_no_prompt_graphs(ctx: PlanContext) -> str:
+    """Return what speaks against graphs for steps that read prompts, before anything is decided; "": nothing does."""
+    section = ctx.profile.passes.graph_capture
+    mode, (flag, _) = _mode(ctx.pinned), largest_given(ctx.pinned)
+    against = argument_against_graphs(ctx.pinned) or flag
+    if ctx.device == "cpu":
+        return "CUDA graphs need a GPU"
+    if ctx.wish("graph_capture")[0] is Wish.OFF:
+        return "graph_capture is off"
+    if against:
+        return f"{against} is given after --"
+    if mode and "PIECEWISE" not in mode.upper():
+        return f"cudagraph_mode {mode} is given after --"
+    if is_eager(ctx) or section.prompts == "off" or section.max_capture_size is not None:
+        return f"{ctx.profile_origin} says which graphs are captured"
+    return ""
+
+
+def _mode(given: ServeArguments) -> str:
+    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
+    return "" if mode is None else str(mode)
