@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.measured_loads import QWEN3_30B  # noqa: E402
-from scripts.predicted_loads import Case, by_pass, cases, choices  # noqa: E402
+from scripts.predicted_loads import Case, by_pass, cases, choices, foreseen  # noqa: E402
 
 PAGE = ROOT / "docs" / "model_error.md"
 _HEAD = """# How wrong the predictions are
@@ -94,6 +94,18 @@ def page(found: list[Case]) -> str:
             f"(`{case.load.record}`)"
             for error, case in worst
         ]
+    lines += [
+        "",
+        "Not measured yet, on H100s, 512 tokens in and 128 out, one request of each client at once:",
+        "",
+        "| served | layout | clients | TPOT ms, predicted | tokens/s, predicted |",
+        "|---|---|--:|--:|--:|",
+        *(
+            f"| {_served(case)} | {case.load.layout} | {case.load.clients} | {case.prediction.tpot_ms:.2f} "
+            f"| {case.rate:,.0f} |"
+            for case in foreseen()
+        ),
+    ]
     lines += [
         "",
         "| record | side | layout | clients | TPOT ms, measured | predicted | error "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import sys
 import tempfile
@@ -50,6 +51,13 @@ READER_TOKEN_US = 33.5
 DeepSeek-like shape on two H100 have 17 ms between two tokens of a request, and four other layouts 17 to 19."""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
+FORESEEN = (
+    ("mixtral", "tp1dp2ep", 0.9),
+    ("deepseek_v2", "tp2ep", 0.4),
+    ("deepseek_v2", "tp1x2", 0.5),
+    (QWEN3_30B, "tp1x4", 0.9),
+)
+"""Models, layouts of H100s and shares of their memory that bench_layouts.py is to measure next, and nobody has."""
 FITTED = {
     ("2026-11-22_h100_served", "stock", "tp1", 1): "REQUEST_US",
     ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 1): "LAUNCH_LAYER_US",
@@ -145,6 +153,18 @@ class LayoutChoice:
 def cases() -> Iterator[Case]:
     """Yield every load of the served records, each with its prediction."""
     yield from map(predicted, [*served_loads(), *TRIAL])
+
+
+def foreseen() -> Iterator[Case]:
+    """Yield predictions of loads that nobody has measured: when they are, the history has what was said before."""
+    for model, layout, share in FORESEEN:
+        for clients in (1, 16, 128, 512):
+            load = Load(
+                record="not measured", side="stock", holds="stock", layout=layout, clients=clients, requests=clients,
+                input_tokens=512, output_tokens=128, tpot_ms=math.nan, tokens_per_s=None, model=model,
+                memory_share=share,
+            )  # fmt: skip
+            yield predicted(load)
 
 
 def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
