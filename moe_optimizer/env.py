@@ -133,8 +133,13 @@ def _milliseconds(name: str, text: str) -> float | None:
 
 
 def milliseconds_in(text: str) -> float | None:
-    """Parse a finite number of milliseconds, 0 or more, as "20", "2.5" or "20ms"; None if it is none."""
-    return seconds_in(text.strip().removesuffix("ms"))
+    """Parse a finite number of milliseconds, 0 or more, as "20", "2.5", "20ms" or "1.5s"; None if it is none."""
+    plain = text.strip()
+    if plain.endswith("ms"):
+        plain = plain.removesuffix("ms")
+        return None if plain.endswith(tuple(_SECONDS_OF)) else seconds_in(plain)
+    seconds = seconds_in(plain)
+    return seconds * 1e3 if seconds is not None and plain.endswith(tuple(_SECONDS_OF)) else seconds
 
 
 def _seconds(name: str, text: str) -> float | None:

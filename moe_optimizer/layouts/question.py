@@ -16,13 +16,14 @@ STEP_TOKENS = 8192
 """vLLM's own default of tokens in a step of a server on a GPU with much memory."""
 _MORE_THAN_ITS_SHARE = 1.25
 """Chosen: requests are dealt in turns and differ in length, so an engine may have more of them than another."""
+_MOST_REQUESTS = 1024
+"""vLLM's own default of requests at once on a GPU with much memory; each takes room for its logits."""
 
 
 def requests_of_engine(clients: int, layout: Layout) -> int:
     """Return how many requests an engine of a layout should take at once where nobody has said it."""
-    if layout.num_engines == 1:
-        return clients
-    return min(clients, math.ceil(_MORE_THAN_ITS_SHARE * clients / layout.num_engines))
+    more = 1.0 if layout.num_engines == 1 else _MORE_THAN_ITS_SHARE
+    return min(clients, _MOST_REQUESTS, math.ceil(more * clients / layout.num_engines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,9 @@ class Parallelism(OptimizationPass):
             rejected = {each.layout: each.why_not for each in ctx.layout_choice.estimates[1:]}
         if unused:
             why = f", because {'; '.join(rejected.values())}" if rejected else ""
+            if ctx.layout_choice is not None:
+                larger = [each.layout for each in ctx.layout_choice.estimates[1:] if each.num_gpus > split.num_devices]
+                why = f": for {ctx.goal} {', '.join(larger)} would be worse" if larger else ""
             warnings += (f"{unused} of {limit} GPUs stay unused with {_sizes(split)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason

@@ -9,6 +9,7 @@ from moe_optimizer.cli.option_values import (
     HintedError,
     NotOneOfError,
     layout_name,
+    milliseconds,
     one_of,
     seconds,
     seconds_or_none,
@@ -47,6 +48,17 @@ def test_a_near_miss_is_the_hint() -> None:
     with pytest.raises(NotOneOfError) as caught:
         one_of(("vllm", "embedded"))("vlm")
     assert "vllm" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("text", "value"), [("20", 20.0), ("20ms", 20.0), (" 2.5 ms", 2.5), ("1.5s", 1500.0)])
+def test_a_limit_may_be_in_milliseconds_or_in_seconds(text: str, value: float) -> None:
+    assert milliseconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["20sms", "-3", "0", "ms", "20us", "inf"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        milliseconds(text)
 
 
 def test_what_is_no_layout_is_refused_with_an_example() -> None:

@@ -64,6 +64,21 @@ def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
     assert all(part.ref for part in choice.parts_us.values())
 
 
+def test_an_engine_takes_no_more_requests_at_once_than_vllm_does_by_itself():
+    plan = planned(1, clients=100_000)
+    assert plan.serve_args.count("--max-num-seqs") == 1024
+    assert planned(8, clients=64, layout="tp8").serve_args.count("--max-num-seqs") == 64
+
+
+def test_gpus_that_stay_unused_are_named_with_the_layouts_that_would_use_them():
+    plan = planned(3, goal="throughput")
+    (warning,) = (each for each in plan.warnings if "unused" in each)
+    larger = [each.layout for each in choice_of(plan).estimates if each.num_gpus == 3]
+    assert larger
+    assert all(name in warning for name in larger)
+    assert not any(each.layout in warning for each in choice_of(plan).estimates if each.num_gpus < 3)
+
+
 def test_a_part_that_rounds_to_nothing_is_not_listed():
     choice = choice_of(planned())
     parts = {**choice.parts_us, "crumbs": dataclasses.replace(choice.parts_us["experts"], value=0.1)}
