@@ -29,6 +29,10 @@ _LONG_STEPS = {
 """Sides whose plans had 16,384 tokens in a step: their records have 1.4 or 1.8 GB of planned activations, not 0.9."""
 
 
+_FEW_REQUESTS = {"2026-11-26_h200_tuned_plan_served": 64}
+"""Records whose servers take so few requests at once that their graphs end below 512 tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """One load of one record, as it was measured."""
@@ -46,12 +50,16 @@ class Load:
     output_tokens: int
     tpot_ms: float
     tokens_per_s: float | None
+    ttft_ms: float | None = None
+    """Mean time to first token, where the record keeps how they are distributed."""
     why_no_rate: str = ""
     """Why the rate is not judged."""
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
     step_tokens: int = 8192
     """Most tokens of a step."""
+    max_running: int = 1024
+    """Most requests at once, at least."""
     api_servers: int | None = None
     """Of each server; None: those that vLLM starts by itself."""
     model: str = QWEN3_30B
@@ -117,6 +125,7 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         requests=load["completed"] // load["rounds"], input_tokens=lengths[0], output_tokens=lengths[1],
         tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
         step_tokens=16_384 if (record, side) in _LONG_STEPS else 8192,
+        max_running=_FEW_REQUESTS.get(record, 1024), ttft_ms=_mean_ttft_ms(load),
     )  # fmt: skip
 
 
@@ -127,6 +136,12 @@ def _mean_of(starts: list[Any]) -> dict[str, Any]:
         "tpot_ms": sum(each["rounds"] * each["tpot_ms"]["median"] for each in starts) / rounds,
         "tokens_per_s": rounds / sum(each["rounds"] / each["output_tokens_per_s"] for each in starts),
     }
+
+
+def _mean_ttft_ms(load: Any) -> float | None:
+    """Return the mean of the quantiles that a record of `moe-optimizer bench` has, from the least to the most."""
+    curve = load.get("ttft_ms", {}).get("curve")
+    return sum(curve) / len(curve) if curve else None
 
 
 def _lengths(workload: Any, load: Any) -> tuple[int, int]:

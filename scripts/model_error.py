@@ -5,7 +5,7 @@
 --check only tells whether the page is up to date. The rate of a run is all its tokens over its whole time, as the
 benchmarks count it, so the last wave of requests counts, which leaves places empty; predicted rates are of that too.
 A rate is judged where the record shows that the server was warm: rounds of the same size before it, of which the last
-was no faster than `SETTLED` allows, or the warm-up of moe-optimizer bench. Times to first token are not judged.
+was no faster than `SETTLED` allows, or the warm-up of moe-optimizer bench. Times to first token are means.
 --max-model-error 0.1 fails where predictions are further off on average: of the time per output token, or of what a
 pass gains in it.
 """
@@ -36,7 +36,8 @@ A rate is all tokens of a run over its whole time, as measured: where the client
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
 server was warm, because compilation would count as serving: `moe-optimizer bench` sends every load once before it
 counts; of other loops the last round before must be on record, and at most 5 % faster. The independent trial published
-times per token only, and not how many requests it sent.
+times per token only, and not how many requests it sent. Times to first token are means: loops of a few requests begin
+as bursts, and how far their requests come apart differs from run to run, so they are met less well.
 
 """
 
@@ -80,8 +81,10 @@ def page(found: list[Case]) -> str:
     errors = {
         "TPOT": [(case.tpot_error, case) for case in held_out],
         "tokens/s": [(case.rate_error, case) for case in held_out if case.rate_error is not None],
+        "TTFT": [(case.ttft_error, case) for case in held_out if case.ttft_error is not None],
     }
-    lines = ["| | TPOT | tokens/s |", "|---|--:|--:|"]
+    errors = {what: pairs for what, pairs in errors.items() if pairs}
+    lines = [f"| | {' | '.join(errors)} |", "|---" + "|--:" * len(errors) + "|"]
     lines.append(f"| cases | {' | '.join(str(len(each)) for each in errors.values())} |")
     for words, summed in (("mean error", statistics.mean), ("median error", statistics.median), ("largest error", max)):
         figures = [summed([abs(error) for error, _ in each]) for each in errors.values()]

@@ -114,6 +114,12 @@ class Case:
         return self.prediction.tpot_ms / self.load.tpot_ms - 1
 
     @property
+    def ttft_error(self) -> float | None:
+        """Of the mean time to first token; None: the record has none."""
+        measured = self.load.ttft_ms
+        return None if measured is None else self.prediction.ttft_ms / measured - 1
+
+    @property
     def rate_error(self) -> float | None:
         """Of the tokens a second; None: not judged."""
         measured = None if self.load.why_no_rate else self.load.tokens_per_s
@@ -260,8 +266,8 @@ def _question(load: Load) -> LayoutQuestion:
     return LayoutQuestion(
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
         input_tokens=load.input_tokens, output_tokens=load.output_tokens, step_tokens=load.step_tokens,
-        max_running=1024, even_routing=True, api_servers=load.api_servers, burst=load.requests == load.clients,
-        load=_routing(load), reader_token_us=READER_TOKEN_US,
+        max_running=load.max_running, even_routing=True, api_servers=load.api_servers,
+        burst=load.requests == load.clients, load=_routing(load), reader_token_us=READER_TOKEN_US,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
 

@@ -66,7 +66,8 @@ less the 4.43 of the kernels in LEDGER. With slices or stages, whose workers are
 is prepared meanwhile: slices on two and four H100 show none (benchmarks/records/2026-11-26_h100_x4_layouts.json), nor
 does one H200 in the records of 2026-11-26."""
 CAPTURED_TOKENS = 512
-"""vLLM captures CUDA graphs of steps up to so many tokens; of steps that only decode, a plan has all captured."""
+"""vLLM captures CUDA graphs of steps up to so many tokens, and up to twice the requests that may run at once; of steps
+that only decode, a plan has all captured."""
 LAUNCH_LAYER_US = 1500.0
 """At least, of each layer of a step without a CUDA graph, for launching its kernels. PROMPT_LEDGER: 1024 and 2048
 tokens take 91 and 107 ms, of which kernels 31 and 42, and 36 and 48 ms with a graph of that size

@@ -92,8 +92,12 @@ class StepModel:
 
     def _is_launched(self, tokens: Tokens) -> bool:
         """Whether a step has no graph and its launches count."""
-        question, captured = self.question, tokens.total <= fitted.CAPTURED_TOKENS
-        return question.processes and tokens.prompt > 0 and not captured and not question.prompt_graphs
+        question = self.question
+        if not question.processes or question.prompt_graphs or not tokens.prompt:
+            return False
+        # For each request vLLM counts the tokens that it checks at once: drafts, which are prompts of one token here.
+        few = 2 * question.most_running(self.layout) if tokens.prompt_length > 1 else fitted.CAPTURED_TOKENS
+        return tokens.total > min(fitted.CAPTURED_TOKENS, few)
 
     def _in_a_graph(self, tokens: Tokens) -> dict[str, Quantity]:
         parts = {

@@ -79,6 +79,10 @@ def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_
     few, many = model.parts(Tokens(16, 576, 512 - 16, 512)), model.parts(Tokens(16, 576, 512, 512))
     assert LAUNCHES not in few
     assert sum(part.value for part in many.values()) == pytest.approx(2200 * qwen3_30b_a3b().num_layers)
+    # Graphs end at twice the requests that may run at once.
+    narrow = StepModel(question(gpus=4, max_running=64), Layout(tensor_parallel_size=4))
+    assert LAUNCHES not in narrow.parts(Tokens(0, 0, 128, 512))
+    assert LAUNCHES in narrow.parts(Tokens(0, 0, 256, 512))
     # A plan has every step captured that only decodes.
     assert LAUNCHES not in model.parts(Tokens(1024, 576))
 

@@ -28,6 +28,14 @@ def test_predictions_are_12_percent_off_on_average_and_25_at_most(cases, what):
     assert max(judged) <= 0.25
 
 
+def test_times_to_first_token_are_20_percent_off_on_average_at_most(cases):
+    errors = [abs(case.ttft_error) for case in cases if not case.fitted and case.ttft_error is not None]
+    assert len(errors) > 100
+    assert statistics.mean(errors) <= 0.2
+    page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8")
+    assert f"Mean times to first token are {100 * statistics.mean(errors):.0f} % off" in page
+
+
 def test_the_page_on_layouts_states_these_errors(cases):
     page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8")
     told = re.search(
