@@ -59,7 +59,11 @@ FORESEEN = (
 )
 """Models, layouts of H100s and shares of their memory that bench_layouts.py is to measure next, and nobody has."""
 FITTED = {
-    ("2026-11-22_h100_served", "stock", "tp1", 1): "REQUEST_US",
+    ("2026-11-22_h100_fp8_served", "stock vLLM", "tp1", 1): "HOST_US",
+    ("2026-11-22_h100_served", "stock", "tp1", 1): "HOST_US, REQUEST_US",
+    ("2026-11-22_h100_stock_served", "stock vLLM", "tp1", 1): "HOST_US",
+    ("2026-11-24_h100_profiles_served", "conservative", "tp1", 1): "HOST_US",
+    ("2026-11-26_h100_layouts_graphs", "stock", "tp1", 1): "HOST_US",
     ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 1): "LAUNCH_LAYER_US",
     ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe", "tp1", 1): "LAUNCH_LAYER_US",
     ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 64): "READING_WAITED_US",
