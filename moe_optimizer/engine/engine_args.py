@@ -54,7 +54,7 @@ class EngineArgs(Arguments):
     swap_space: float = Field(default=0.0, ge=0, le=1 << 20)
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
     kv_cache: bool = True
-    """False computes every text whole for each of its tokens."""
+    """False computes every text whole for each of its tokens, and leaves out prefix caching."""
     continuous_batching: bool = True
     """False lets requests in once all that run have ended."""
     enable_prefix_caching: bool = True
