@@ -7,7 +7,8 @@ second run needs it no more. For each model, GPU, number of GPUs and clients (10
 tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
 left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that GPUs wait for
-(launches of steps without a CUDA graph, the API server), so on our side none counts either; with --processes they do.
+(launches of steps without a CUDA graph, the API server), so on our side none counts either; with --processes those do
+that plans count: they have graphs of prompts.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def compare(
         memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
-        speeds=read_kernel_speeds(Path("/nonexistent")), processes=processes,
+        speeds=read_kernel_speeds(Path("/nonexistent")), processes=processes, prompt_graphs=processes,
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []
