@@ -15,6 +15,7 @@ _FOUR_BIT = "2026-11-24_epyc_four_bit"
 _FOUR_BIT_SERVED = "2026-11-23_h100_four_bit_served"
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
 _E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
+_E4M3_TOKENS = "2026-11-26_xeon_e4m3_tokens_quality"
 _H100 = "2026-11-22_h100_served"
 _KV_CACHE = "2026-11-24_h100_kv_cache_served"
 _FOUR_BIT_H200 = "2026-11-24_h200_four_bit_fp8_served"
@@ -81,6 +82,12 @@ def _four_bit(record: Any, label: str) -> list[float]:
     return [found["perplexity"], *change, found["expert_bytes"], *([min(errors), max(errors)] if errors else [])]
 
 
+def _e4m3_tokens(record: Any, label: str) -> list[float]:
+    weights, tokens = label.split(", ")
+    found = record["results"]["heldout"][weights.lower() + (", E4M3 tokens" if tokens == "E4M3" else "")]
+    return [found[key] for key in ("perplexity", "kl_mean", "kl_p99", "top1_agreement")]
+
+
 def _fp8_cache(record: Any, clients: str) -> list[float]:
     """Time between two tokens in ms with a cache in FP8 and in 16 bits, and per output token; weights in FP8."""
     loads = [
@@ -131,6 +138,9 @@ CLAIMS = [
     Table("docs/passes/kv_cache.md", "| clients |", "**Evidence.**", 1, (_KV_CACHE,), _fp8_cache),
     Claim("docs/passes/kv_cache.md", "a step is {1.18} times as fast", (_KV_CACHE,), _fp8_cache_gain),
     Table("docs/passes/four_bit.md", "| experts |", "**Evidence.**", 1, (_FOUR_BIT,), _four_bit),
+    Table("docs/passes/four_bit.md", "| weights, tokens |", "**Evidence.**", 1, (_E4M3_TOKENS,), _e4m3_tokens),
+    Claim("docs/passes/four_bit.md", "With the weights as they are the perplexity is {17.651} there.", (_E4M3_TOKENS,),
+          lambda found: [found["results"]["heldout"]["bf16"]["perplexity"]]),
     Table("docs/passes/four_bit.md", "| clients |", "**Evidence.**", 1, (_FOUR_BIT_SERVED, _H100, _BOTH),
           _four_bit_served),
     Claim("docs/passes/four_bit.md",
