@@ -116,9 +116,7 @@ def main() -> int:
             print(f"{text:9}{name:22}" + "".join(f"{key} {value:.5f}  " for key, value in numbers.items()))
     if options.write:
         record = {
-            **head(
-                "the bundled model, experts in FP8 and MXFP4, tokens as they are and in E4M3, in FP32"
-            ),
+            **head("the bundled model, experts in FP8 and MXFP4, tokens as they are and in E4M3, in FP32"),
             "environment": {**machine, "packages": packages("torch", "transformers")},
             "positions": {text: each[:, 1:].numel() for text, each in windows.items()},
             "results": found,
