@@ -95,7 +95,7 @@ def measured(windows: dict[str, Tensor]) -> dict[str, dict[str, dict[str, float]
 
 def texts() -> dict[str, Tensor]:
     """Return the windows of 512 tokens of each text."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_MOE)
     ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     full = lambda text: [each for each in windows_of(ids(text), ids(START)) if len(each) == 512]  # noqa: E731
     read = partial(Path.read_text, encoding="utf-8")
