@@ -40,6 +40,9 @@ _LEAST_PROMPT_STEP = 16
 """Chosen: spacing of the sizes that only prompts need, else a quarter of the power of two below."""
 _WORTH = 0.9
 """Chosen: of the time of its launches, what a step may take at most that is padded to a size worth capturing."""
+_ATTENTION_PARTS = 32
+"""Read from vLLM's FlashAttention 3 backend: into so many parts a step up to the largest graph may divide the keys of a
+sequence, each with sums in FP32. They lie beside what vLLM's profiling of memory sees."""
 STEP_US, TOKEN_US = 23_570, 21.2
 """A decode step of T tokens takes about the one and T times the other, the attention of a token more apart: 24,925 us
 at 64 requests, and 1,355 us more for 64 more (vLLM's kernels, Qwen3-30B-A3B in BF16, _PADDING_SOURCE)."""
@@ -213,14 +216,22 @@ def _waiting_prompts(ctx: PlanContext, captured: int) -> _WaitingPrompts | None:
         model = StepModel(layout_question(ctx), layout)
     except UnsupportedError:
         return None  # the GPU's rates are not known
+    room, worth_us = min(most, _room(ctx)), _WORTH * model.launches_us
     sizes: list[int] = []
-    worth_us = _WORTH * model.launches_us
-    while (size := _next_size(sizes[-1] if sizes else captured, most)) <= most and _us(model, size) < worth_us:
+    while (size := _next_size(sizes[-1] if sizes else captured, most)) <= room and _us(model, size) < worth_us:
         sizes.append(size)
     if not sizes:
         return None
     prompt = min(max(ctx.workload.input_tokens, captured + 1), sizes[-1])
     return _WaitingPrompts(sizes, prompt, model.launches_us, _us(model, _padded(prompt, sizes)))
+
+
+def _room(ctx: PlanContext) -> int:
+    """Return the tokens whose parts of attention take half of what the server leaves alone on its GPU."""
+    attention = ctx.model.attention
+    heads = 0 if attention.kind in ("mla", "none") else attention.num_heads / ctx.parallelism.tensor_parallel_size
+    token_bytes = max(1.0, 4 * _ATTENTION_PARTS * heads * attention.head_dim)
+    return int((1 - ctx.gpu_memory_utilization) * ctx.gpu.memory.value / 2 / token_bytes)
 
 
 def _us(model: StepModel, prompt: int) -> float:

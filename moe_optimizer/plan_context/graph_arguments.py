@@ -53,6 +53,8 @@ def why_no_prompt_graphs(ctx: PlanContext) -> str:
     against = argument_against_graphs(ctx.pinned) or flag
     if ctx.device == "cpu":
         return "CUDA graphs need a GPU"
+    if ctx.request.inside_vllm:
+        return "the server has its flags already"
     if ctx.wish("graph_capture")[0] is Wish.OFF:
         return "graph_capture is off"
     if against:

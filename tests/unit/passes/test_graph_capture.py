@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,10 +38,9 @@ def decide(batch: int = 64, hardware=None, model=None, prompt: int = 1024, **cha
     return decided_by(ctx, *BEFORE, "graph_capture").decided["graph_capture"]
 
 
-def decide_with_prompts(batch: int = 64, hardware=None, **changes) -> Decision:
-    return decide(
-        batch, hardware or gpus("h100_sxm", 1), **{"model": qwen3_30b_a3b(), "profile": profile_with(), **changes}
-    )
+def decide_with_prompts(batch: int = 64, **changes) -> Decision:
+    every: dict[str, Any] = {"hardware": gpus("h100_sxm", 1), "model": qwen3_30b_a3b(), "profile": profile_with()}
+    return decide(batch, **(every | changes))
 
 
 def sizes_of(decision: Decision) -> list[int]:
@@ -214,14 +214,22 @@ def test_a_model_whose_layers_take_longer_than_their_launches_gets_fewer():
     assert largest[1] < largest[0]
 
 
+def test_parts_of_attention_have_room_in_what_the_server_leaves_alone():
+    # Of a token 32 parts of 32 heads, 128 wide, in FP32: 0.5 MB; half of 2 % of 85.5 GB is 0.85 GB.
+    profile = profile_with(gpu_memory_utilization=0.98)
+    largest = decide_with_prompts(256, profile=profile).params_as(GraphCaptureParams).max_capture_size
+    assert 1024 <= largest <= 0.855e9 / (4 * 32 * 32 * 128)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"pinned": ServeArguments("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')},
         {"pinned": ServeArguments("--max-num-batched-tokens", "512")},
         {"profile": profile_with(passes={"graph_capture": {"prompts": "off"}})},
+        {"inside_vllm": True},
     ],
-    ids=["mode", "short steps", "profile"],
+    ids=["mode", "short steps", "profile", "a server that runs"],
 )
 def test_prompts_get_no_graphs_where_none_would_be_used(changes):
     decision = decide_with_prompts(256, **changes)
