@@ -67,6 +67,20 @@ def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(name: str) -
         assert torch.equal(got, first.out)
 
 
+@pytest.mark.parametrize(
+    ("name", "biases", "op"),
+    [(PLAIN, False, "run_plain_experts"), (PLAIN, True, "run_experts"), ("fp8", False, "run_experts")],
+)
+def test_a_layer_without_anything_else_is_called_without_arguments_for_it(name: str, biases: bool, op: str) -> None:
+    weights, call = in_format(name), called(4)
+    if biases:
+        call = call._replace(w13_bias=torch.zeros(weights.w13.shape[:2]), w2_bias=torch.zeros(weights.w2.shape[:2]))
+    with torch.profiler.profile() as profile:
+        by_op(weights, call)
+    (ran,) = {each.key for each in profile.key_averages() if each.key.startswith("moe_optimizer_vllm::")}
+    assert ran == f"moe_optimizer_vllm::{op}"
+
+
 def test_only_the_first_call_of_a_layer_is_described_for_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, described = in_format(PLAIN), list[int]()
     compute = WeightFormat.compute
