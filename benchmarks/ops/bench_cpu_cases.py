@@ -85,12 +85,13 @@ def make_weights(shape: Shape, seed: int) -> Weights:
     w13.normal_(std=shape.hidden**-0.5, generator=generator)
     w2.normal_(std=shape.intermediate**-0.5, generator=generator)
     fp8 = (*_quantize(w13), *_quantize(w2))
-    stock = [_prepacked(weight) for weight in (w13, w2)]
+    stock = [prepacked(weight) for weight in (w13, w2)]
     mxfp4 = (*quantize_mxfp4(w13), *quantize_mxfp4(w2))
     return Weights(w13, w2, fp8[0], fp8[2], fp8[1], fp8[3], mxfp4[0], mxfp4[2], mxfp4[1], mxfp4[3], *stock)
 
 
-def _prepacked(weight: Tensor) -> Tensor:
+def prepacked(weight: Tensor) -> Tensor:
+    """Return a weight as vLLM's kernel reads it."""
     packed = torch.empty_like(weight)
     torch.ops._C.prepack_moe_weight(weight, packed, "vec")
     return packed
