@@ -127,10 +127,11 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
     constexpr int kPerStage = Shape::kStageBytes + 2 * static_cast<int>(sizeof(uint64_t));  // and two barriers
     launch.num_stages = wanted_stages > 0 ? wanted_stages : std::min(8, (kSharedLimit - kFixed) / kPerStage);
     launch.shared_bytes = kFixed + launch.num_stages * kPerStage;
-    // The math warps' release trails: BF16 and four bits release stage s once s + 1 is issued, FP8 once s + 1 is there.
-    // Warps that keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
-    expect_at_least("grouped_gemm: ring stages", launch.num_stages, Shape::kTrails ? 2 : 1);
   });
+  // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
+  // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
+  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8;
+  expect_at_least("grouped_gemm: ring stages", launch.num_stages, kReleasesAtOnce ? 1 : 2);
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.
   expect_at_most("grouped_gemm: work tiles queued ahead", launch.cluster_blocks * launch.num_stages + 2, kQueueSlots);

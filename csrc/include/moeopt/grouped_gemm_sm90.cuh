@@ -495,22 +495,14 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else if constexpr (kMode == GemmMode::kFp8Weights) {
     multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
-    const auto of_lane = StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup);
-    if constexpr (Shape::kTrails) {
-      multiply_stages_of_four_bits_ahead<kColumns>(stages, of_lane, sum0, sum1);
-    } else {
-      multiply_stages_of_four_bits<kColumns>(stages, of_lane, sum0, sum1);
-    }
+    multiply_stages_of_four_bits<kColumns>(
+        stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
   } else if constexpr (kMode == GemmMode::kMxfp4) {
     multiply_stages_mxfp4<kColumns, !kUp>(stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
                                           largest, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kInt4Weights) {
-    const auto of_lane = Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup);
-    if constexpr (Shape::kTrails) {
-      multiply_stages_of_four_bits_ahead<kColumns>(stages, of_lane, sum0, sum1);
-    } else {
-      multiply_stages_of_four_bits<kColumns>(stages, of_lane, sum0, sum1);
-    }
+    multiply_stages_of_four_bits<kColumns>(stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
+                                           sum0, sum1);
   } else if constexpr (kColumns <= kExactColumns) {
     multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
   } else {

@@ -65,9 +65,6 @@ struct GemmShape {
                                                                                           : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
-  // Whether the math warps keep a stage until they have the next one. Wide tiles of BF16 products with 4-bit weights have
-  // no registers for it.
-  static constexpr bool kTrails = kMode == GemmMode::kBf16 || kRoundsTokens || (kFourBits && kTokens <= 64);
   static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
   // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
   static constexpr int kStagingBytes = kStagedTokens * 128 + (kRoundsTokens ? kTokens * 4 : 0);

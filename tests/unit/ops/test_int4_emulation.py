@@ -60,9 +60,9 @@ def test_grouped_tiles_of_any_fill_match_the_reference(emulator: Emulator, count
 
 def test_grouped_with_the_smallest_rings_ends(emulator: Emulator):
     case = make_case(20, 2, 3, 576, 320, int4=64, zero_points=True)
-    for tile, stages in ((16, 2), (128, 1)):
-        full = emulator.grouped(case.problem, MODE, tile_tokens=tile).clone()
-        small = emulator.grouped(with_poisoned_output(case), MODE, tile_tokens=tile, num_stages=stages, seed=stages)
+    full = emulator.grouped(case.problem, MODE, tile_tokens=16).clone()
+    for stages in (1, 2):
+        small = emulator.grouped(with_poisoned_output(case), MODE, tile_tokens=16, num_stages=stages, seed=stages)
         assert torch.equal(full, small)
 
 

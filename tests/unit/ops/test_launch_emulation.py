@@ -131,10 +131,10 @@ def test_grouped_mxfp4_tiles_of_any_fill_match_the_reference(emulator: Emulator,
 
 def test_grouped_mxfp4_with_the_smallest_rings_ends(emulator: Emulator):
     case = make_case(20, 2, 3, 544, 288, mxfp4=True)
-    for tile, stages in ((16, 2), (128, 1)):
-        full = emulator.grouped(case.problem, GemmMode.MXFP4_WEIGHTS, tile_tokens=tile).clone()
+    full = emulator.grouped(case.problem, GemmMode.MXFP4_WEIGHTS, tile_tokens=16).clone()
+    for stages in (1, 2):
         small = emulator.grouped(
-            with_poisoned_output(case), GemmMode.MXFP4_WEIGHTS, tile_tokens=tile, num_stages=stages, seed=stages
+            with_poisoned_output(case), GemmMode.MXFP4_WEIGHTS, tile_tokens=16, num_stages=stages, seed=stages
         )
         assert torch.equal(full, small)
 
@@ -163,7 +163,7 @@ def test_grouped_mxfp4_in_e4m3_is_right_in_tiles_of_any_fill(emulator: Emulator,
 def test_grouped_mxfp4_in_e4m3_with_the_smallest_ring_ends(emulator: Emulator):
     case = make_case(20, 2, 3, 544, 288, mxfp4=True)
     full = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=64).clone()
-    small = emulator.grouped(with_poisoned_output(case), GemmMode.MXFP4, tile_tokens=64, num_stages=2, seed=5)
+    small = emulator.grouped(with_poisoned_output(case), GemmMode.MXFP4, tile_tokens=64, num_stages=1, seed=5)
     assert torch.equal(full, small)
 
 

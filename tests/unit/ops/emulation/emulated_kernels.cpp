@@ -164,8 +164,7 @@ std::vector<double> mxfp4_values(uint32_t codes, uint32_t exponent) {
 std::vector<double> mxfp4_values_in_e4m3(uint32_t codes, uint32_t exponent, uint32_t largest) {
   const uint32_t below = largest - exponent;
   uint32_t words[2];
-  e4m3_of_e2m1(codes, below > kMostPlainBinades ? e4m3_magnitudes_below(below) : e4m3_magnitudes(below), kHalfSign,
-               words);
+  e4m3_of_e2m1(codes, below > kMostPlainBinades ? e4m3_magnitudes_below(below) : e4m3_magnitudes(below), words);
   std::vector<double> values;
   for (int i = 0; i < 8; ++i) {
     values.push_back(static_cast<double>(float_from_e4m3(words[i / 4] >> 8 * (i % 4) & 0xffu)) *
