@@ -130,7 +130,7 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
   });
   // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
   // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
-  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8 && kMode != GemmMode::kMxfp4;
+  constexpr bool kReleasesAtOnce = kMode != GemmMode::kBf16 && kMode != GemmMode::kFp8;
   expect_at_least("grouped_gemm: ring stages", launch.num_stages, kReleasesAtOnce ? 1 : 2);
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.
@@ -161,8 +161,7 @@ inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& varia
                       : launch.mode == GemmMode::kInt4Weights ? choose_ring<GemmMode::kInt4Weights>
                       : launch.mode == GemmMode::kMxfp4       ? choose_ring<GemmMode::kMxfp4>
                                                               : choose_ring<GemmMode::kMxfp4Weights>;
-  launch.trial = variant.num_stages / 100;
-  choose(variant.num_stages % 100, launch);
+  choose(variant.num_stages, launch);
   launch.route_blocks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div64(num_pairs(moe), kRoutePairs)));
   launch.route_shared_bytes =
       static_cast<int32_t>(kRouteSharedPerExpert * moe.num_local_experts + sizeof(RouteShared) + kAlignmentSlack);

@@ -13,43 +13,12 @@ void launch_gemms(const Problem& problem, const GroupedWorkspace& workspace, con
   const TensorMap up = encode_tensor_map(weight_view(problem.moe, 1));
   const TensorMap down = encode_tensor_map(weight_view(problem.moe, 2));
   with_tile(CompiledTiles<kMode>(), launch, [&](auto tile) {
-    if constexpr (kMode == GemmMode::kMxfp4) {
-      if (launch.trial == 1) {
-        launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, decltype(tile)::value, true, 1>, shape, gate, up,
-                      up_arguments(problem, workspace, launch));
-        launch_kernel("grouped_gemm (down)", grouped_gemm_kernel<kMode, decltype(tile)::value, false, 1>, shape, down,
-                      down, down_arguments(problem, workspace, launch));
-        return;
-      }
-    }
     launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, decltype(tile)::value, true>, shape, gate, up,
                   up_arguments(problem, workspace, launch));
     launch_kernel("grouped_gemm (down)", grouped_gemm_kernel<kMode, decltype(tile)::value, false>, shape, down, down,
                   down_arguments(problem, workspace, launch));
   });
 }
-
-template <int kTrial, GemmMode kMode = GemmMode::kMxfp4, int kTokens = 128>
-void launch_trial(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
-                  cudaStream_t stream) {
-  const LaunchShape shape{dim3(static_cast<unsigned>(launch.grid)), kGemmThreads, launch.shared_bytes, stream,
-                          static_cast<unsigned>(launch.cluster_blocks)};
-  const TensorMap gate = encode_tensor_map(weight_view(problem.moe, 0));
-  const TensorMap up = encode_tensor_map(weight_view(problem.moe, 1));
-  const TensorMap down = encode_tensor_map(weight_view(problem.moe, 2));
-  launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, kTokens, true, kTrial>, shape, gate, up,
-                up_arguments(problem, workspace, launch));
-  launch_kernel("grouped_gemm (down)", grouped_gemm_kernel<kMode, kTokens, false, kTrial>, shape, down, down,
-                down_arguments(problem, workspace, launch));
-}
-void launch_trial2(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_trial3(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_trial4(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_trial5(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_ahead_mxfp4(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_ahead_int4(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_trials_of_weights(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
-void launch_trial6(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);
 
 // One definition per file grouped_gemm_sm90_<mode>.cu.
 void launch_gemms_bf16(const Problem&, const GroupedWorkspace&, const GroupedLaunch&, cudaStream_t);

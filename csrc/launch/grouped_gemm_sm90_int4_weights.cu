@@ -5,7 +5,6 @@ namespace moeopt {
 
 void launch_gemms_int4_weights(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
                                cudaStream_t stream) {
-  if (launch.trial == 12) return launch_ahead_int4(problem, workspace, launch, stream);
   launch_gemms<GemmMode::kInt4Weights>(problem, workspace, launch, stream);
 }
 

@@ -64,7 +64,7 @@ struct DirectWorkspace {
 
 struct GroupedLaunch {
   GemmMode mode;
-  int32_t tile_tokens, num_stages, shared_bytes, grid, trial;
+  int32_t tile_tokens, num_stages, shared_bytes, grid;
   int32_t route_blocks;  // 1: a single block counts and places in one launch. More: a second launch places
   int32_t route_shared_bytes;
   int32_t prepare_blocks;  // that prepare the tokens, beside those that count pairs

@@ -159,15 +159,6 @@ def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False) -> tuple
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))
             chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
-            if mode == GemmMode.MXFP4:
-                import os
-
-                near = tiles[max(0, at - 1) : at + 2]
-                chosen += [GroupedVariant(mode, tile, 100) for tile in near]
-                if 128 in near and os.environ.get("TRIALS"):
-                    chosen += [GroupedVariant(mode, 128, 100 * trial) for trial in range(2, 7)]
-                if 128 in near and sizes.num_pairs >= _PAIRED_FROM_TOKENS_PER_EXPERT * sizes.num_experts:
-                    chosen += [GroupedVariant(mode, 128, 100 * trial or None, paired=True) for trial in (0, 1)]
             if sizes.num_pairs >= _PAIRED_FROM_TOKENS_PER_EXPERT * sizes.num_experts:
                 chosen += [GroupedVariant(mode, tile, paired=True) for tile in PAIRED_TILES[mode]]
     return tuple(chosen)

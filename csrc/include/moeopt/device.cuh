@@ -83,7 +83,7 @@ MOEOPT_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return 
 // prmt.b32 again: nibbles of `selector` from 8 on give the sign of byte (nibble - 8), eight times.
 MOEOPT_DEVICE uint32_t prmt_or_sign(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
-  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
   return result;
 }
 // max.u16x2, of each 16-bit half.

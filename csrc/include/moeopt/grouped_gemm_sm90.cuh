@@ -329,7 +329,7 @@ template <GemmMode kMode, bool kUp>
 constexpr bool kHasMxfp4Ratios = kMode == GemmMode::kMxfp4 && !kUp;
 
 // The first producer warp: the work queue, weights, and scales.
-template <GemmMode kMode, int kTokens, bool kUp, int kTrial>
+template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
                                    WorkQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
@@ -358,7 +358,7 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
         copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
       if constexpr (Shape::kMxfp4) {
-        if (kTrial != 8 && kTrial != 11) exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
+        exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
         if constexpr (kHasMxfp4Ratios<kMode, kUp>) {
           auto* behind = ring.data() + Shape::kScaleOffset + Shape::kBoxes * kBoxRows * Shape::kExponentBytes;
@@ -477,7 +477,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
 
 // One work tile by one math warpgroup: the products, then the epilogue. kColumns: how many of the kTokens columns of a
 // stage are multiplied.
-template <GemmMode kMode, int kTokens, int kColumns, bool kUp, int kTrial>
+template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                  const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
@@ -487,11 +487,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
   LargestExponents largest;
   if constexpr (kMode == GemmMode::kMxfp4) {
-    if constexpr (kTrial == 4) {  // timing only: no look at the exponents of whole rows
-      largest.rows[0] = largest.rows[1] = 0x00800080u;
-    } else {
-      largest = LargestExponents::of_tile<kUp>(args, tile.expert, row_tile, warpgroup);
-    }
+    largest = LargestExponents::of_tile<kUp>(args, tile.expert, row_tile, warpgroup);
   }
   float sum0[kColumns / 2] = {}, sum1[kColumns / 2] = {};
   if constexpr (kMode == GemmMode::kBf16) {
@@ -499,29 +495,14 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else if constexpr (kMode == GemmMode::kFp8Weights) {
     multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
-    if constexpr (kTrial == 12) {
-      multiply_stages_of_four_bits_ahead<kColumns>(
-          stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
-    } else {
-    multiply_stages_of_four_bits<kColumns, kTrial>(
+    multiply_stages_of_four_bits<kColumns>(
         stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
-    }
   } else if constexpr (kMode == GemmMode::kMxfp4) {
-    if constexpr (kTrial > 0) {
-      multiply_stages_mxfp4_ahead<kColumns, !kUp, kTrial>(
-          stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), largest, sum0, sum1);
-    } else {
     multiply_stages_mxfp4<kColumns, !kUp>(stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
                                           largest, sum0, sum1);
-    }
   } else if constexpr (kMode == GemmMode::kInt4Weights) {
-    if constexpr (kTrial == 12) {
-      multiply_stages_of_four_bits_ahead<kColumns>(
-          stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
-    } else {
     multiply_stages_of_four_bits<kColumns>(stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
                                            sum0, sum1);
-    }
   } else if constexpr (kColumns <= kExactColumns) {
     multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
   } else {
@@ -542,7 +523,6 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     }
   }
   constexpr int kStaged = Shape::kStagedTokens;
-  if (kTrial == 6 && args.rows > 0) return;  // timing only: no epilogue
   if constexpr (kUp) {
     if (args.activation == Activation::kSilu) {  // one branch per tile, not per value
       swiglu_sums(Activation::kSilu, sum0, sum1);
@@ -564,24 +544,24 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
 }
 
 // Multiplies with the narrowest compiled width that holds the tile's tokens: fewer columns, less arithmetic.
-template <GemmMode kMode, int kTokens, int kColumns, bool kUp, int kTrial>
+template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                       const Staging& staging) {
-  constexpr int kNarrower = kTrial > 0 && kTokens == 128 && kColumns == 96 ? 80 : kNarrowerColumns<kTokens, kColumns>;
+  constexpr int kNarrower = kNarrowerColumns<kTokens, kColumns>;
   if constexpr (kNarrower > 0) {
     if (tile.count <= kNarrower) {
-      multiply_narrowest<kMode, kTokens, kNarrower, kUp, kTrial>(args, tile, row_tile, ring, staging);
+      multiply_narrowest<kMode, kTokens, kNarrower, kUp>(args, tile, row_tile, ring, staging);
       return;
     }
   }
-  multiply_tile<kMode, kTokens, kColumns, kUp, kTrial>(args, tile, row_tile, ring, staging);
+  multiply_tile<kMode, kTokens, kColumns, kUp>(args, tile, row_tile, ring, staging);
 }
 
-template <GemmMode kMode, int kTokens, bool kUp, int kTrial>
+template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, const Staging& staging) {
   if (kUp) griddepcontrol_wait();
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
-    multiply_narrowest<kMode, kTokens, kTokens, kUp, kTrial>(args, work.tile(), work.row_tile, ring, staging);
+    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, work.tile(), work.row_tile, ring, staging);
   }
   if constexpr (kUp) {
     bar_warp_sync();  // all lanes have stored
@@ -589,7 +569,7 @@ MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue
   }
 }
 
-template <GemmMode kMode, int kTokens, bool kUp, int kTrial = 0>
+template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     grouped_gemm_kernel(const MOEOPT_GRID_CONSTANT TensorMap map0, const MOEOPT_GRID_CONSTANT TensorMap map1,
                         const MOEOPT_GRID_CONSTANT GemmArgs args) {
@@ -618,7 +598,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   if (thread_index() < kProducerThreads) {
     setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() < 32) {
-      produce_weights<kMode, kTokens, kUp, kTrial>(args, &map0, &map1, ring, queue);
+      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue);
     } else {
       produce_tokens<kMode, kTokens, kUp>(args, ring, queue);
     }
@@ -626,7 +606,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     setmaxnreg_inc<kMathRegisters>();
     const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes,
                              Shape::kStagedTokens};
-    multiply_tiles<kMode, kTokens, kUp, kTrial>(args, ring, queue, staging);
+    multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);
   }
   if (args.paired) barrier_cluster_sync();  // the other block may still arrive at barriers of this one
 }

@@ -272,19 +272,13 @@ struct Int4FactorsOfLane {
 // All stages, weights of four bits. A stage has two pieces of 128 along K, of which a lane turns the group t of four
 // rows: 8 steps of K = 16 each, whose tokens are 16 places in the order of mxfp4_position. Two register sets: one is
 // converted while the other is multiplied.
-template <int kColumns, int kTrial = 0, typename Stages, typename Factors>
+template <int kColumns, typename Stages, typename Factors>
 MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& of_lane, float (&sum0)[kColumns / 2],
                                                 float (&sum1)[kColumns / 2]) {
   const int lane = thread_index() % 32, swizzle = lane / 4;
   uint32_t a0[2][2][4], a1[2][2][4];
   for (int step = 0; step < stages.num_steps; ++step) {
     stages.open();
-    if constexpr (kTrial == 10) {
-      bar_warp_sync();
-      stages.release(stages.ring.stage);
-      stages.ring.advance();
-      continue;
-    }
     const uint64_t b = matrix_descriptor(stages.tokens());
     MOEOPT_UNROLL
     for (int piece = 0; piece < 2; ++piece) {
@@ -306,12 +300,6 @@ MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& o
         const auto turn = [&](int a, uint32_t (&to)[2][4]) {
           const Vec4 low = rows[a][0], high = rows[a][1];
           uint32_t lows[4], highs[4];
-          if constexpr (kTrial == 7 || kTrial == 11) {
-            const uint32_t l = w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w;
-            const uint32_t h = w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w;
-            for (int k = 0; k < 2; ++k) to[k][0] = l ^ factors[a][0], to[k][1] = h ^ factors[a][1], to[k][2] = l, to[k][3] = h;
-            return;
-          }
           Factors::turn(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, factors[a][0], lows);
           Factors::turn(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, factors[a][1], highs);
           MOEOPT_UNROLL
@@ -324,11 +312,6 @@ MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& o
         };
         turn(0, a0[w % 2]);
         turn(1, a1[w % 2]);
-        if constexpr (kTrial == 9) {
-          for (int k = 0; k < 2; ++k)
-            for (int i = 0; i < 4; ++i) asm volatile("" ::"r"(a0[w % 2][k][i]), "r"(a1[w % 2][k][i]));
-          continue;
-        }
         wgmma_fence();
         MOEOPT_UNROLL
         for (int k = 0; k < 2; ++k) {
@@ -347,89 +330,6 @@ MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& o
     stages.release(stages.ring.stage);
     stages.ring.advance();
   }
-}
-
-// As multiply_stages_of_four_bits; the next piece's rows are read as soon as this one's are converted, and the next stage
-// is opened before the second piece, so that products stay in flight from stage to stage.
-template <int kColumns, typename Stages, typename Factors>
-MOEOPT_DEVICE void multiply_stages_of_four_bits_ahead(Stages& stages, const Factors& of_lane,
-                                                      float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
-  const int lane = thread_index() % 32, swizzle = lane / 4;
-  uint32_t a0[2][2][4], a1[2][2][4], factors[2][2];
-  Vec4 rows[2][2];
-  const auto load_rows = [&](const unsigned char* stage, int piece) {
-    MOEOPT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int row = stages.stage_row(i / 2) + lane / 4 + 8 * (i % 2);
-      rows[i / 2][i % 2] =
-          *reinterpret_cast<const Vec4*>(stage + row * 128 + (((4 * piece + lane % 4) ^ swizzle) << 4));
-    }
-  };
-  const auto load_factors = [&](const unsigned char* stage, int step, int piece) {
-    const auto* scales = reinterpret_cast<const float*>(stage + Stages::Shape::kScaleOffset);
-    const uint32_t mask = of_lane.piece(step, piece);
-    MOEOPT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int row = stages.stage_row(i / 2) + lane / 4 + 8 * (i % 2);
-      factors[i / 2][i % 2] = of_lane.factor(scales, row, step, piece, i / 2, i % 2, mask);
-    }
-  };
-  const auto multiply = [&](uint64_t b, int piece, int before, const unsigned char* next_stage, int next_piece) {
-    MOEOPT_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      const auto turn = [&](int a, uint32_t (&to)[2][4]) {
-        const Vec4 low = rows[a][0], high = rows[a][1];
-        uint32_t lows[4], highs[4];
-        Factors::turn(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, factors[a][0], lows);
-        Factors::turn(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, factors[a][1], highs);
-        MOEOPT_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          to[k][0] = lows[2 * k];
-          to[k][1] = highs[2 * k];
-          to[k][2] = lows[2 * k + 1];
-          to[k][3] = highs[2 * k + 1];
-        }
-      };
-      turn(0, a0[w % 2]);
-      turn(1, a1[w % 2]);
-      if (w == 3) load_rows(next_stage, next_piece);
-      wgmma_fence();
-      MOEOPT_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        const int position = piece * 8 + w * 2 + k;  // in steps of 32 bytes; 4 to a tile of tokens
-        const uint64_t tokens = advance_descriptor(b, position / 4 * Stages::kTokensInStage * 128 + position % 4 * 32);
-        wgmma_bf16(sum0, a0[w % 2][k], tokens, 1);
-        wgmma_bf16(sum1, a1[w % 2][k], tokens, 1);
-      }
-      wgmma_commit_group();
-      wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
-      if (w == 0 && before >= 0) stages.release(before);
-    }
-  };
-  int before = -1;
-  stages.open();
-  load_rows(stages.ring.data(), 0);
-  load_factors(stages.ring.data(), 0, 0);
-  for (int step = 0; step < stages.num_steps; ++step) {
-    const unsigned char* stage = stages.ring.data();
-    const uint64_t b = matrix_descriptor(stages.tokens());
-    const int number = stages.ring.stage;
-    multiply(b, 0, before, stage, 1);
-    load_factors(stage, step, 1);
-    stages.ring.advance();
-    // Behind the last stage nothing is needed, and there may be nothing yet.
-    const unsigned char* next = stage;
-    if (step + 1 < stages.num_steps) {
-      stages.open();
-      next = stages.ring.data();
-    }
-    multiply(b, 1, -1, next, 0);
-    load_factors(next, step + 1, 0);
-    before = number;
-  }
-  wgmma_wait_group<0>();
-  bar_warp_sync();
-  stages.release(before);
 }
 
 // One stage of FP8 x FP8, one operand: 4 steps of K = 32, added to `sum` or replacing it. Does not wait.
@@ -518,8 +418,8 @@ MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfL
         const auto turn = [&](int a, uint32_t (&to)[4]) {
           const Vec4 low = rows[a][0], high = rows[a][1];
           uint32_t lows[2], highs[2];
-          e4m3_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, magnitudes[a][0], kHalfSign, lows);
-          e4m3_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, magnitudes[a][1], kHalfSign, highs);
+          e4m3_of_e2m1(w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w, magnitudes[a][0], lows);
+          e4m3_of_e2m1(w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w, magnitudes[a][1], highs);
           to[0] = lows[0];
           to[1] = highs[0];
           to[2] = lows[1];
@@ -562,136 +462,6 @@ MOEOPT_DEVICE void multiply_stages_mxfp4(Stages& stages, const StageExponentsOfL
     stages.release(stages.ring.stage);
     stages.ring.advance();
   }
-}
-
-// One operand's rows g and g + 8 in a piece of 128 along K: this lane's group of either, as it lies in a stage.
-struct E4m3Rows {
-  Vec4 codes[2];
-  uint32_t exponents[2][2];  // the words that hold the group's
-
-  template <typename Stages>
-  MOEOPT_DEVICE void load(const Stages& stages, const unsigned char* stage, int piece, int a) {
-    const int lane = thread_index() % 32, swizzle = lane / 4;
-    MOEOPT_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = stages.stage_row(a) + lane / 4 + 8 * half;
-      codes[half] = *reinterpret_cast<const Vec4*>(stage + row * 128 + (((4 * piece + lane % 4) ^ swizzle) << 4));
-      const auto* words = reinterpret_cast<const uint32_t*>(stage + Stages::Shape::kScaleOffset +
-                                                            row * Stages::Shape::kExponentBytes) +
-                          piece;
-      exponents[half][0] = words[0];
-      exponents[half][1] = words[1];
-    }
-  }
-  // `selector`: of both rows, because rows 8 apart have the same skew; of down's rows of both operands likewise. Behind a
-  // row's last group lie the next row's exponents, but only zero weights.
-  MOEOPT_DEVICE void find_magnitudes(uint32_t selector, const LargestExponents& largest, int a,
-                                     E4m3Magnitudes (&magnitudes)[2]) const {
-    uint32_t below[2];
-    MOEOPT_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      below[half] = largest.of(a, half) - (prmt(exponents[half][0], exponents[half][1], selector) & 0xffu);
-      magnitudes[half] = e4m3_magnitudes(below[half]);
-    }
-    if ((below[0] > below[1] ? below[0] : below[1]) > kMostPlainBinades) {  // rare
-      magnitudes[0] = e4m3_magnitudes_below(below[0]);
-      magnitudes[1] = e4m3_magnitudes_below(below[1]);
-    }
-  }
-};
-
-// All stages, MXFP4 weights and E4M3 tokens, added by the tensor cores. A piece of 128 along K is 4 steps of K = 32 of
-// operand 0, then of operand 1. Weights of a step are converted while those of the step before are multiplied, from
-// stage to stage too: the next stage is opened before the last four steps of a stage, which is released once products of
-// the next have begun. kTokenScale: tokens have a scale per 128 of K, so the sums of an operand are rescaled before each
-// piece, while the other operand is multiplied.
-template <int kColumns, bool kTokenScale, int kTrial, typename Stages>
-MOEOPT_DEVICE void multiply_stages_mxfp4_ahead(Stages& stages, const StageExponentsOfLane& of_lane,
-                                               const LargestExponents& largest, float (&sum0)[kColumns / 2],
-                                               float (&sum1)[kColumns / 2]) {
-  constexpr int kBuffers = kColumns > 96 ? 2 : 4;                // as registers allow
-  const uint32_t half_sign = kHalfSign | largest.rows[0] >> 31;  // see e4m3_of_e2m1
-  uint32_t weights[kBuffers][4];
-  E4m3Rows rows;
-  E4m3Magnitudes magnitudes[2];
-  const auto token_scales = [&](const unsigned char* stage) {
-    return reinterpret_cast<const float*>(stage + Stages::Shape::kScaleOffset +
-                                          2 * kBoxRows * Stages::Shape::kExponentBytes);
-  };
-  const auto find_magnitudes = [&](int a) {
-    rows.find_magnitudes(of_lane.selectors[kTokenScale ? 0 : a][0], largest, a, magnitudes);
-  };
-  // Four steps of one operand. Where the rows are converted, those of the next four steps are read.
-  const auto multiply = [&](auto operand, float (&sum)[kColumns / 2], uint64_t tokens, const float* ratios, int before,
-                            const unsigned char* next_stage, int next_piece) {
-    constexpr int a = decltype(operand)::value;
-    MOEOPT_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      [[maybe_unused]] uint32_t lows[2], highs[2];
-      uint32_t(&to)[4] = weights[w % kBuffers];
-      const Vec4 low = rows.codes[0], high = rows.codes[1];
-      const uint32_t low_codes = w == 0 ? low.x : w == 1 ? low.y : w == 2 ? low.z : low.w;
-      const uint32_t high_codes = w == 0 ? high.x : w == 1 ? high.y : w == 2 ? high.z : high.w;
-      if constexpr (kTrial == 2) {  // timing only: no conversion
-        to[0] = low_codes, to[1] = high_codes, to[2] = low_codes ^ magnitudes[0].low, to[3] = high_codes ^ magnitudes[1].high;
-      } else {
-        e4m3_of_e2m1(low_codes, magnitudes[0], half_sign, lows);
-        e4m3_of_e2m1(high_codes, magnitudes[1], half_sign, highs);
-        to[0] = lows[0], to[1] = highs[0], to[2] = lows[1], to[3] = highs[1];
-      }
-      if (w == 3) rows.load(stages, next_stage, next_piece, 1 - a);
-      if (kTokenScale && w == 0 && kTrial != 5) {
-        // ptxas serialises products whose sums are read while any of the round before are in flight. Those of this
-        // operand are done before the other's last.
-        wgmma_wait_group<a == 0 ? 0 : kBuffers - 1>();
-        touch_all(sum);
-        scale_columns(sum, ratios, 1.0f);
-        touch_all(sum);
-      }
-      if constexpr (kTrial == 3) {  // timing only: no products
-        asm volatile("" ::"r"(to[0]), "r"(to[1]), "r"(to[2]), "r"(to[3]));
-      } else {
-        wgmma_fence();
-        wgmma_e4m3(sum, to, advance_descriptor(tokens, w * 32), 1);
-        wgmma_commit_group();
-        wgmma_wait_group<kBuffers - 1>();  // so the registers that are written next are free
-      }
-      if (a == 0 && w == kBuffers - 2 && before >= 0) stages.release(before);
-    }
-  };
-  int before = -1;
-  stages.open();
-  rows.load(stages, stages.ring.data(), 0, 0);
-  find_magnitudes(0);
-  for (int left = stages.num_steps; left > 0; --left) {
-    const unsigned char* stage = stages.ring.data();
-    const uint64_t tokens = matrix_descriptor(stages.tokens());
-    const float* ratios = token_scales(stage) + kMxfp4Ratios;
-    constexpr int kPieceBytes = Stages::kTokensInStage * 128;
-    const int number = stages.ring.stage;
-    multiply(std::integral_constant<int, 0>(), sum0, tokens, ratios, before, stage, 0);
-    find_magnitudes(1);
-    multiply(std::integral_constant<int, 1>(), sum1, tokens, ratios, -1, stage, 1);
-    find_magnitudes(0);
-    const uint64_t second = advance_descriptor(tokens, kPieceBytes);
-    multiply(std::integral_constant<int, 0>(), sum0, second, ratios + kMxfp4Ratios, -1, stage, 1);
-    find_magnitudes(1);
-    stages.ring.advance();
-    if (left > 1) stages.open();
-    // Behind the last stage nothing is needed, and there may be nothing yet.
-    multiply(std::integral_constant<int, 1>(), sum1, second, ratios + kMxfp4Ratios, -1,
-             left > 1 ? stages.ring.data() : stage, 0);
-    find_magnitudes(0);
-    before = number;
-  }
-  wgmma_wait_group<0>();
-  touch_all(sum0);
-  touch_all(sum1);
-  const float* last = token_scales(stages.ring.stages + before * stages.ring.stage_bytes);
-  scale_columns(sum0, last, 1.0f);
-  scale_columns(sum1, last, 1.0f);
-  bar_warp_sync();
-  stages.release(before);
 }
 
 // All stages of a tile, BF16. A stage is released when the products of the next one are in flight.

@@ -65,16 +65,14 @@ MOEOPT_DEVICE E4m3Magnitudes e4m3_magnitudes_below(uint32_t below) {
           cvt_e4m3x2_f32(2.0f * scale, 3.0f * scale) | cvt_e4m3x2_f32(4.0f * scale, 6.0f * scale) << 16};
 }
 
-constexpr uint32_t kHalfSign = 0x40404040u;  // doubled where a code has no sign
-
-// values[0] = codes 0 to 3, values[1] = codes 4 to 7, negated. half_sign: kHalfSign, in a form that ptxas does not take
-// for a constant, which it would move into a register before each use.
-MOEOPT_DEVICE void e4m3_of_e2m1(uint32_t codes, const E4m3Magnitudes& of, uint32_t half_sign, uint32_t (&values)[2]) {
+// values[0] = codes 0 to 3, values[1] = codes 4 to 7, negated.
+MOEOPT_DEVICE void e4m3_of_e2m1(uint32_t codes, const E4m3Magnitudes& of, uint32_t (&values)[2]) {
+  constexpr uint32_t kHalfSign = 0x40404040u;  // doubled where a code has no sign
   const uint32_t magnitudes = codes & 0x77777777u;
   MOEOPT_UNROLL
   for (int i = 0; i < 2; ++i) {
     values[i] =
-        prmt_or_sign(of.low, of.high, magnitudes >> 16 * i) + 2 * prmt_or_sign(half_sign, half_sign, codes >> 16 * i);
+        prmt_or_sign(of.low, of.high, magnitudes >> 16 * i) + 2 * prmt_or_sign(kHalfSign, kHalfSign, codes >> 16 * i);
   }
 }
 
