@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.multi_node import render_machines
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan.serve_args import ServeArguments, argument_lines
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 _MIN_WIDTH = 60
@@ -195,17 +195,11 @@ class _Page:
         yield from self._command([*words, f"vllm serve {shlex.quote(plan.model.path)}"], arguments)
 
     def _command(self, head: list[str], arguments: ServeArguments) -> Iterator[str]:
-        words = [*head, *(line for argument in arguments.arguments for line in self._argument(argument.words))]
+        width = self.width - len("    " + " \\")
+        words = [*head, *(line for argument in arguments.arguments for line in argument_lines(argument.words, width))]
         for index, word in enumerate(words):
             indent = "    " if word.startswith("-") else "  "
             yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
-
-    def _argument(self, words: Sequence[str]) -> Sequence[str]:
-        """Return an argument in one line, or with its values below it where that is too long."""
-        text = shlex.join(words)
-        if len(text) + len("      ") <= self.width:
-            return [text]
-        return [words[0], *(f"    {shlex.quote(value)}" for value in words[1:])]
 
     def _difference(self, plan: Plan) -> Iterator[str]:
         if plan.engine == "embedded":
@@ -213,7 +207,8 @@ class _Page:
         planned, plain = plan.serve_args.arguments, plan.plain_args.arguments
         differing = [("-", each) for each in plain if each not in planned]
         differing += [("+", each) for each in planned if each not in plain]
-        lines = [(sign, line) for sign, argument in differing for line in self._argument(argument.words)]
+        width = self.width - len("  + ")
+        lines = [(sign, line) for sign, argument in differing for line in argument_lines(argument.words, width)]
         lines += [("+", f"{key}={shlex.quote(value)}") for key, value in sorted(plan.serve_env.items())]
         lines += [("+", f"plugin: {d.pass_name} ({d.value})") for d in plan.decisions if d.applier.value == "plugin"]
         for sign, text in lines or [(" ", "nothing differs")]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.plan.decision import Applier
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import argument_lines
 
 if TYPE_CHECKING:
     import yaml
@@ -230,7 +231,7 @@ def _dumper() -> type[yaml.SafeDumper]:
 
 
 def _serve_in_pod(plan: Plan, more: Sequence[str] = ()) -> str:
-    return "exec " + " ".join([*_serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0"), *more])
+    return "exec " + " ".join([*map(shlex.join, _serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0")), *more])
 
 
 def _pod(plan: Plan, role: str, commands: list[str]) -> dict[str, Any]:
@@ -298,20 +299,22 @@ def _needs_plan(plan: Plan) -> bool:
     return any(decision.applier is Applier.PLUGIN for decision in plan.decisions)
 
 
-def _serve_words(plan: Plan, *, model: str, host: str | None = None, port: int | None = None) -> list[str]:
-    """Return the words of the command, quoted; flag and value together."""
-    words = [f"vllm serve {shlex.quote(model)}"]
+def _serve_words(plan: Plan, *, model: str, host: str | None = None, port: int | None = None) -> list[Sequence[str]]:
+    """Return the words of the command, flag and values together."""
+    words: list[Sequence[str]] = [("vllm", "serve", model)]
     for argument in plan.serve_args.arguments:
         own = {"--host": host, "--port": port}.get(argument.flag)
-        words.append(shlex.join(argument.words if own is None else (argument.flag, str(own))))
+        words.append(argument.words if own is None else (argument.flag, str(own)))
     if model != plan.model.path and "--served-model-name" not in plan.serve_args:
-        words.append(f"--served-model-name {shlex.quote(plan.model.name)}")
+        words.append(("--served-model-name", plan.model.name))
     return words
 
 
 def _command(plan: Plan, host: str | None = None, port: int | None = None, more: Sequence[str] = ()) -> list[str]:
-    first, *rest = [*_serve_words(plan, model=plan.model.path, host=host, port=port), *more]
-    lines = [first, *(f"  {word}" for word in rest)]
+    first, *rest = _serve_words(plan, model=plan.model.path, host=host, port=port)
+    width = _WIDTH - len("  " + " \\")
+    arguments = [line for words in rest for line in argument_lines(words, width)]
+    lines = [shlex.join(first), *(f"  {line}" for line in [*arguments, *more])]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +160,17 @@ class ServeArguments:
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(lambda words: cls(*words), handler(tuple[str, ...]))
+
+
+def argument_lines(words: Sequence[str], width: int) -> list[str]:
+    """Return a flag and its values, quoted, in lines of at most `width` characters, but for a value that is longer."""
+    lines = [shlex.quote(words[0])]
+    for value in map(shlex.quote, words[1:]):
+        if len(lines[-1]) + 1 + len(value) <= width:
+            lines[-1] += f" {value}"
+        else:
+            lines.append(f"    {value}")
+    return lines
 
 
 def read_integer(text: str, *, flag: str) -> int:

@@ -15,7 +15,7 @@ _CACHE = "--kv-cache-dtype"
 _TENSOR = "--tensor-parallel-size"
 _EXPERTS = "--enable-expert-parallel"
 _BACKEND = "--moe-backend"
-_GRAPH_CONFIGURATION = ("--compilation-config", "--cudagraph-capture-sizes", "--enforce-eager")
+_GRAPH_CONFIGURATION = ("--compilation-config", "--cudagraph-capture-sizes")
 _LAYOUT = ("--data-parallel-size", "--pipeline-parallel-size")
 
 UNCHANGED = ""
@@ -42,7 +42,8 @@ def settings_of(plan: Plan, given: Mapping[str, str]) -> Settings:
     }
     if plan.num_gpus:
         found[_CACHE] = (UNCHANGED, "auto", "fp8")
-        if not any(flag in plan.serve_args for flag in _GRAPH_CONFIGURATION):
+        # The sizes of a plan give way to the largest one.
+        if "--enforce-eager" not in plan.serve_args and not any(flag in given for flag in _GRAPH_CONFIGURATION):
             found[_GRAPHS] = (UNCHANGED, "128", "256", "512", "1024")
         if not plan.plugin_decisions:
             found[_BACKEND] = (UNCHANGED, "triton", "flashinfer_cutlass", "deep_gemm")

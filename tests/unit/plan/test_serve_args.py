@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.json_codec import decode, encode
-from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
+from moe_optimizer.plan.serve_args import Argument, ServeArguments, argument_lines, read_integer
 
 
 def given(text: str) -> ServeArguments:
@@ -119,3 +122,11 @@ def test_the_drain_is_what_the_flag_says_and_vllms_own_0_without_it():
 def test_a_shutdown_timeout_that_is_no_number_is_refused():
     with pytest.raises(InputError, match=r"--shutdown-timeout: got 'soon'"):
         given("--shutdown-timeout soon").drain_timeout_s()
+
+
+@drawn(st.lists(st.text("abc 1-'", min_size=1, max_size=12), max_size=30), st.integers(20, 90))
+def test_lines_of_an_argument_are_its_words_and_fit(values: list[str], width: int) -> None:
+    words = ["--flag", *values]
+    lines = argument_lines(words, width)
+    assert shlex.split(" ".join(lines)) == words
+    assert all(len(line) <= max(width, 4 + max(map(len, map(shlex.quote, words)))) for line in lines)
