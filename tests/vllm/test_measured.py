@@ -170,7 +170,8 @@ def test_the_users_prompts_stand_side_by_side_alone_and_in_one_request(servers: 
 
 
 MISTAKES = {
-    "scale": "prefill, 64 tokens",  # 0.00051 of 0.0004 allowed; of all 0.00041
+    # Of 3 %: one of 2 % showed on one processor (0.00051 of 0.0004 allowed) and not on another (0.00039).
+    "scale": "prefill, 64 tokens",
     "swapped": "all",
     "stale scale": "all",
     "no number": f"decode, {wrong_kernels.BATCH} at once",

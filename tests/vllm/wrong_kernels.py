@@ -37,7 +37,7 @@ def _wrong_on_cpu(module: Any) -> None:
         elif mistake == "dead":
             os._exit(1)
         if mistake == "scale" or (mistake == "above" and tokens > MANY):
-            topk_weights = topk_weights * (1.02 if mistake == "scale" else 1.1)
+            topk_weights = topk_weights * (1.03 if mistake == "scale" else 1.1)
         elif mistake == "stale scale":
             topk_weights = torch.where(topk_ids == 5, topk_weights * 1.5, topk_weights)
         elif mistake == "swapped":

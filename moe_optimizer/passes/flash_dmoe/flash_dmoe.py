@@ -215,9 +215,6 @@ class FlashDmoe(OptimizationPass):
         tables = {key: table for key, table in found_tables(ctx).items() if not table.unfinished}
         needs, (wish, origin) = _needed_for(ctx), ctx.wish(self.name)
         four_bits = stored_four_bits(ctx.model)
-        if four_bits and not needs and wish is not Wish.ON:
-            read = f"vLLM's own kernel computes {_IN_WORDS[four_bits]} with AMX, which this processor has"
-            return self._left_to_vllm(ctx, f"{read}: {_ASK_FOR_OURS}")
         forced = bool(needs) or wish is Wish.ON
         if not tables and not forced:
             return self._pending(ctx) if ctx.request.will_measure else self._unmeasured(ctx)
@@ -327,8 +324,9 @@ def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
     """Return what our kernel is on the CPU the only one for."""
     needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if _needed_for_experts_apart(ctx) else ()
     four_bits = stored_four_bits(ctx.model)
-    if four_bits and _AMX not in ctx.cpu.isa:
-        needs += (f"{_IN_WORDS[four_bits]}, which vLLM's CPU kernel reads only with AMX",)
+    if four_bits:
+        # Seen with AMX (vLLM 0.32, a Xeon): SIGILL in the kernel for MXFP4, and no kernel for INT4 with zero points.
+        needs += (f"{_IN_WORDS[four_bits]}, which vLLM's CPU kernel reads only with AMX, and there not all",)
     converted = converted_format(ctx)
     return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
 

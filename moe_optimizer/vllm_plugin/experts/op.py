@@ -17,7 +17,6 @@ from moe_optimizer.vllm_plugin.experts.weight_format import (
     PLAIN,
     ExpertsCall,
     KernelWeights,
-    WeightFormat,
     weight_format,
 )
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
@@ -56,7 +55,9 @@ def _run_plain_experts(*tensors: Any) -> None:
     """Compute a call of a layer whose weights are as loaded, without a map or biases."""
     out, x, w13, w2, weights, ids = tensors
     arguments = (*tensors, *_NOTHING_ELSE, PLAIN)
-    if cpu_calls.again((x, w13, w2, weights, ids, None, None, None, None, None, WeightFormat.activation), out):
+    form = weight_format(PLAIN)
+    inputs = (x, w13, w2, weights, ids, None, None, None, None, None, form.activation)
+    if form.read_as_held and cpu_calls.again(inputs, out):
         _count(w13, x, arguments)
     else:
         _run_experts(*arguments)
