@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.claims.claim import Claim, Table
 from benchmarks.claims.fewer_bytes import sparsity
 from benchmarks.claims.kernels import largest_error
+from benchmarks.claims.passes import PROMPT_STEPS
 
 _ABLATION_GPU = "2026-11-26_h100_engine_ablation_qwen3-moe-0.3b"
 _ABLATION = "2026-11-26_epyc_engine_ablation_tiny-moe"
@@ -21,7 +22,6 @@ _CHECKS = "2026-11-20_h200_checks"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
 _FOUR_GPUS = "2026-11-26_h100_x4_layouts"
-_PROMPT_STEPS = ("2026-11-26_h100_prompt_step", "2026-11-26_h100_prompt_step_graphs")
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
 
@@ -174,7 +174,7 @@ CLAIMS = [
           "place of {35.7}. Two servers of two\nGPUs, which have one each, had {14,560} and {23.2} ms", (_FOUR_GPUS,),
           _with_512_clients),
     Claim("docs/layouts.md", "a prompt of 1024 tokens takes {91} ms, {31} of them in kernels, and {36} ms with a graph "
-          "of\n  that size; 8192 tokens take {172}, and", _PROMPT_STEPS, _prompt_steps_ms),
+          "of\n  that size; 8192 tokens take {172}, and", PROMPT_STEPS, _prompt_steps_ms),
     Table("docs/engine.md", "| added |", "Two cores of an EPYC without", 2, (_ABLATION,), _rungs),
     Table("docs/engine.md", "| added on the GPU |", "they are below", 2, (_ABLATION_GPU,), _rungs),
     Claim("docs/engine.md", "took up to {2.0} times the second", (_ABLATION_GPU,),

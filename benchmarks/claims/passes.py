@@ -24,7 +24,7 @@ _VERIFY_STEPS = "2026-11-25_h100_verify_steps"
 _TWO_DRAFTS, _BESIDE = "2026-11-26_h200_verify_two_drafts", "2026-11-26_h200_four_bit_beside_marlin"
 _TUNED = "2026-11-20_h200_tuned_configs"
 _DECODE_STEP = "2026-11-22_h100_decode_step"
-_PROMPT_STEPS = ("2026-11-26_h100_prompt_step", "2026-11-26_h100_prompt_step_graphs")
+PROMPT_STEPS = ("2026-11-26_h100_prompt_step", "2026-11-26_h100_prompt_step_graphs")
 _TUNED_PLAN = "2026-11-26_h200_tuned_plan_served"
 _TUNED_MODEL = "2026-11-26_h200_tuned_qwen3-30b-a3b"
 _CLIENTS = ("1", "16", "128")
@@ -35,7 +35,7 @@ def _tpot_at_256(record: Any, side: str) -> float:
     return next(load["tpot_ms"]["median"] for load in loads if load["clients"] == 256)
 
 
-def _prompt_steps(launched: Any, captured: Any) -> list[float]:
+def prompt_steps(launched: Any, captured: Any) -> list[float]:
     """In ms: a prompt of 1,024 tokens without a graph, its kernels, with one; of 2,048 without and with one."""
     without, graph = ([record["prompts"][each] for each in ("1024", "2048")] for record in (launched, captured))
     us = [without[0]["us"], without[0]["kernels_us"], graph[0]["us"], without[1]["us"], graph[1]["us"]]
@@ -283,7 +283,7 @@ CLAIMS = [
           lambda wide, narrow: [_tpot_at_256(wide, "aggressive"), _tpot_at_256(narrow, "fp8+flash_dmoe")]),
     Claim("docs/passes/graph_capture.md",
           "a prompt of 1,024 tokens takes {91} ms, of which kernels\n{31} ms, and with a graph of that size {36} ms; "
-          "of 2,048 tokens {107} and {48} ms", _PROMPT_STEPS, _prompt_steps),
+          "of 2,048 tokens {107} and {48} ms", PROMPT_STEPS, prompt_steps),
     Claim("docs/passes/graph_capture.md",
           "the time to the\nfirst token fell to {0.85}x, with 128, where 513 tokens were padded to 1024, it rose to "
           "{1.17}x, tokens per second stayed within {0.1} %",

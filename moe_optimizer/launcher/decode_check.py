@@ -108,7 +108,7 @@ def decode_question(plan: Plan, max_model_len: int) -> DecodeQuestion:
         params = graphs.params
         largest = params.max_capture_size if isinstance(params, GraphCaptureParams) else _LONGEST_GRAPH
         # Larger ones are of steps that read prompts.
-        largest = min(largest, _LONGEST_GRAPH)
+        largest = min(largest, max(_LONGEST_GRAPH, steps.max_num_seqs))
     batches = tuple(dict.fromkeys(min(batch, steps.max_num_seqs) for batch in _BATCHES))
     longer = largest + _PROMPT
     answered = max(_tokens(longer, batch, steps.max_num_batched_tokens) for batch in batches)

@@ -21,7 +21,7 @@ from moe_optimizer.plan_context.graph_arguments import (
     argument_against_graphs,
     is_eager,
     largest_given,
-    why_no_prompt_graphs,
+    may_capture_prompts,
 )
 from moe_optimizer.plan_context.layouts import layout_question
 from moe_optimizer.specs.layout import Layout
@@ -204,7 +204,7 @@ def _waiting_prompts(ctx: PlanContext, captured: int) -> _WaitingPrompts | None:
     assumes of every step.
     """
     split, most = ctx.parallelism, ctx.scheduler.max_num_batched_tokens
-    if why_no_prompt_graphs(ctx) or ctx.decided["dual_batch_overlap"].status is Status.ON:
+    if not may_capture_prompts(ctx) or ctx.decided["dual_batch_overlap"].status is Status.ON:
         return None  # half batches are captured by rules of their own
     layout = Layout(
         tensor_parallel_size=split.tensor_parallel_size,

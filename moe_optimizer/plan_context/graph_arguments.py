@@ -46,24 +46,22 @@ def largest_given(given: ServeArguments) -> tuple[str, int]:
     return "", 0
 
 
-def why_no_prompt_graphs(ctx: PlanContext) -> str:
-    """Return what speaks against graphs for steps that read prompts, before anything is decided; "": nothing does."""
-    section = ctx.profile.passes.graph_capture
-    mode, (flag, _) = _mode(ctx.pinned), largest_given(ctx.pinned)
-    against = argument_against_graphs(ctx.pinned) or flag
-    if ctx.device == "cpu":
-        return "CUDA graphs need a GPU"
-    if ctx.request.inside_vllm:
-        return "the server has its flags already"
-    if ctx.wish("graph_capture")[0] is Wish.OFF:
-        return "graph_capture is off"
-    if against:
-        return f"{against} is given after --"
-    if mode and "PIECEWISE" not in mode.upper():
-        return f"cudagraph_mode {mode} is given after --"
-    if is_eager(ctx) or section.prompts == "off" or section.max_capture_size is not None:
-        return f"{ctx.profile_origin} says which graphs are captured"
-    return ""
+def may_capture_prompts(ctx: PlanContext) -> bool:
+    """Return whether device, profile and arguments allow graphs for steps that read prompts, before anything is
+    decided. A plan inside a running vLLM comes after its flags.
+    """
+    section, mode = ctx.profile.passes.graph_capture, _mode(ctx.pinned)
+    return (
+        ctx.device != "cpu"
+        and not ctx.request.inside_vllm
+        and ctx.wish("graph_capture")[0] is not Wish.OFF
+        and not argument_against_graphs(ctx.pinned)
+        and not largest_given(ctx.pinned)[0]
+        and (not mode or "PIECEWISE" in mode.upper())
+        and not is_eager(ctx)
+        and section.prompts != "off"
+        and section.max_capture_size is None
+    )
 
 
 def _mode(given: ServeArguments) -> str:

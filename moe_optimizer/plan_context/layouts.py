@@ -22,7 +22,7 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_model_does_not_fit,
     why_not_built,
 )
-from moe_optimizer.plan_context.graph_arguments import why_no_prompt_graphs
+from moe_optimizer.plan_context.graph_arguments import may_capture_prompts
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -134,7 +134,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
         api_servers=ctx.pinned.count("--api-server-count"),
-        prompt_graphs=not why_no_prompt_graphs(ctx),
+        prompt_graphs=may_capture_prompts(ctx),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
 
