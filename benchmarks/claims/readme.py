@@ -162,6 +162,6 @@ CLAIMS = [
     Claim(_README, "perplexity by less than {1} %", (_QUALITY,), _largest_change),
     Claim(_README, "on one H200 {0.14} % from vLLM's cache", (_MEMORY,),
           lambda found: [100 * (found["predicted_over_measured"]["kv_tokens"] - 1)]),
-    Claim(_README, "{91} ms for 1,024 tokens\n({31} ms of kernels), with the CUDA graphs that plans capture for such steps "
-          "{36} ms; {107} and {48} ms for 2,048", PROMPT_STEPS, prompt_steps),
+    Claim(_README, "{91} ms for 1,024 tokens\n({31} ms of kernels), with the CUDA graphs that plans capture for such "
+          "steps {36} ms; {107} and {48} ms for 2,048", PROMPT_STEPS, prompt_steps),
 ]  # fmt: skip
