@@ -1,13 +1,14 @@
-"""Runs `bench` on servers that are up at the same time on one GPU, which `bench` itself starts one after the other.
+"""Runs `bench` on servers that are up at the same time, which `bench` itself starts one after the other.
 
     python benchmarks/serving/bench_beside.py --out FILE --side "four-bit DIR +four_bit" --side "stock DIR-INT4"
-        [--workload benchmarks/serving/served.yaml] [--workload prefill] [--repetitions 3] [--total-s 560]
-        [-- vllm serve arguments of all sides]
+        [--side "fp8 DIR +fp8 gpus=1"] [--workload benchmarks/serving/served.yaml] [--workload prefill]
+        [--repetitions 3] [--total-s 560] [-- vllm serve arguments of all sides]
 
 A side is a name, a model's folder, a profile (@FILE; the balanced one by default), passes to switch on (+four_bit) or
-off (-flash_dmoe) in it, and vllm serve arguments of its own; `stock` is vLLM without our plugin. All start at once and
-are loaded in turns: the first beside each of the others, or alone. Give each its memory (--kv-cache-memory-bytes, and
-its share as --gpu-memory-utilization). The record is written after each bench.
+off (-flash_dmoe) in it, GPUs of its own (gpus=1 or gpus=2,3), and vllm serve arguments of its own; `stock` is vLLM
+without our plugin. All start at once and are loaded in turns: the first beside each of the others, or alone. Sides that
+share GPUs need shares of the memory (--kv-cache-memory-bytes, and --gpu-memory-utilization). Sides with GPUs of their
+own also differ as those do: change them over to see by how much. The record is written after each bench.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side  # noqa: E
 from moe_optimizer.passes.registry import PASS_NAMES  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.process_environment import changed_environment  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 
 DEFAULT_WORKLOAD = "benchmarks/serving/served.yaml"
+GPUS = "gpus="
 CALIBRATE_S = 30.0
 LEAST_S = 30.0
 """With less time left no bench begins."""
@@ -60,13 +63,21 @@ class Words:
     profile: str
     wishes: dict[str, Wish]
     """Pass -> on or off."""
+    gpus: str | None
+    """The GPUs it alone has, as CUDA_VISIBLE_DEVICES names them; None: those of all sides."""
     vllm_args: tuple[str, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that its plan is made and its server is started with."""
+        return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
 
 
 def words_of(text: str) -> Words:
     """Return what a side is made of."""
     name, model, *rest = shlex.split(text)
     profiles = [word for word in rest if word[0] == "@"]
+    gpus = [word for word in rest if word.startswith(GPUS)]
     switches = [word for word in rest if word[0] in "+-" and word[1:] in PASS_NAMES]
     if unknown := [word for word in rest if word[0] == "+" and word not in switches]:
         raise argparse.ArgumentTypeError(f"got {unknown}, expected + before one of {PASS_NAMES}")
@@ -75,7 +86,8 @@ def words_of(text: str) -> Words:
         model=model,
         profile=profiles[-1][1:] if profiles else "balanced",
         wishes={word[1:]: Wish.ON if word[0] == "+" else Wish.OFF for word in switches},
-        vllm_args=tuple(word for word in rest if word not in (*switches, *profiles)),
+        gpus=gpus[-1].removeprefix(GPUS) if gpus else None,
+        vllm_args=tuple(word for word in rest if word not in (*switches, *profiles, *gpus)),
     )
 
 
@@ -98,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sides = [side_of(each, options.batch_size, words[at + 1 :]) for each in options.sides]
     record: dict[str, Any] = {
         **head(
-            "`bench` on servers that were up at the same time on one GPU and loaded in turns; weights are random where "
-            "vLLM was told to (--load-format dummy)",
+            "`bench` on servers that were up at the same time and loaded in turns; weights are random where vLLM was "
+            "told to (--load-format dummy)",
             options.commit,
         ),
         "environment": gpu_environment(),
@@ -113,8 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert sides[0].plan is not None, sides[0]
         # `bench` and the servers look into the same folders for what was compiled.
         os.environ.update(compile_caches(sides[0].plan, os.environ))
-        up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"]))
-        record["sides"] = {side.name: about(side, up[side.name]) for side in sides if side.name in up}
+        gpus = {each.name: each.environment for each in options.sides}
+        up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"], environments=gpus))
+        record["sides"] = {
+            side.name: about(side, up[side.name]) | {"gpus": words.gpus}
+            for side, words in zip(sides, options.sides, strict=True)
+            if side.name in up
+        }
         if options.first_s:
             known = {side.name: side.plan.model.vocab_size for side in sides if side.plan is not None}
             drive(
@@ -152,9 +169,10 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
             wishes={name: (wish, "this benchmark") for name, wish in asked.items()}, **more,
         )  # fmt: skip
 
-    # What no table answers is measured first, as `serve` does: required kernels would be refused without.
-    measure_if_needed(plan(will_measure=True), CALIBRATE_S, ProgressLines(verbose=True))
-    return Side(name=words.name, plan=plan(required=required))
+    with changed_environment(words.environment):
+        # What no table answers is measured first, as `serve` does: required kernels would be refused without.
+        measure_if_needed(plan(will_measure=True), CALIBRATE_S, ProgressLines(verbose=True))
+        return Side(name=words.name, plan=plan(required=required))
 
 
 def about(side: Side, running: RunningSide) -> dict[str, Any]:

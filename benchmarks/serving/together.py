@@ -14,8 +14,9 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -75,7 +76,13 @@ def main() -> int:
 
 @contextlib.contextmanager
 def started(
-    sides: Sequence[Side], folder: Path, timeout_s: float, failed: dict[str, str], *, warm_up_s: float = DEFAULT_LIMIT_S
+    sides: Sequence[Side],
+    folder: Path,
+    timeout_s: float,
+    failed: dict[str, str],
+    *,
+    warm_up_s: float = DEFAULT_LIMIT_S,
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Iterator[dict[str, RunningSide]]:
     """Start all sides at the same time, yield those that answer by name, and stop them together.
 
@@ -86,12 +93,14 @@ def started(
         folder: gets their run folders.
         failed: gets the name of each side that did not start, and why.
         warm_up_s: the most seconds of our warm-up.
+        environments: variables of a side's own, by its name.
     """
     up: dict[str, RunningSide] = {}
     with contextlib.ExitStack() as stack:
         waits = {}
         for side in sides:
-            with changed_environment(graph_cache(side.name, os.environ)):
+            own = environments.get(side.name, {})
+            with changed_environment(graph_cache(side.name, os.environ) | dict(own)):
                 waits[side.name] = stack.enter_context(
                     starting(side, run_dir=folder / side.name, ready_timeout_s=timeout_s, warm_up_s=warm_up_s)
                 )

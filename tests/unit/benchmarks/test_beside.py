@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
 
 
 def test_a_side_is_a_name_a_model_passes_and_arguments_of_its_own() -> None:
-    words = words_of("ours 'a folder' +four_bit -expert_load -cc.mode=0 @a.yaml --seed 1")
+    words = words_of("ours 'a folder' +four_bit -expert_load -cc.mode=0 @a.yaml gpus=2,3 --seed 1")
     assert (words.name, words.model, words.profile) == ("ours", "a folder", "a.yaml")
+    assert words.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert words_of("ours folder").profile == "balanced"
+    assert words_of("ours folder").environment == {}
     assert words.wishes == {"four_bit": Wish.ON, "expert_load": Wish.OFF}
     assert words.vllm_args == ("-cc.mode=0", "--seed", "1")
 
@@ -48,8 +51,12 @@ def test_the_first_is_measured_beside_each_of_the_others(names: list[str], pairs
 def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    started_on: dict[str, str | None] = {}
+
     @contextlib.contextmanager
     def starting(side: Side, **_: Any) -> Iterator[Callable[[], RunningSide]]:
+        started_on[side.name] = os.environ.get("CUDA_VISIBLE_DEVICES")
+
         def wait() -> RunningSide:
             if side.name == "broken":
                 raise ServerFailedError("it ended")
@@ -70,10 +77,16 @@ def test_a_side_that_does_not_start_leaves_the_others_to_be_measured(
     monkeypatch.setattr(bench_beside, "moe_optimizer", bench)
     monkeypatch.setattr(bench_beside, "about", lambda side, _running: {"plan_digest": side.plan.digest})
     out = tmp_path / "record.json"
-    sides = [word for name in ("ours", "broken", "stock") for word in ("--side", f"{name} {TINY_MOE}")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sides = [
+        word
+        for side in (f"ours {TINY_MOE}", f"broken {TINY_MOE}", f"stock {TINY_MOE} gpus=1")
+        for word in ("--side", side)
+    ]
     code = bench_beside.main(["--out", str(out), *sides, "--run-dir", str(tmp_path), "--commit", "none"])
     record = json.loads(out.read_text(encoding="utf-8"))
     assert code == 1
     assert list(record["not_started"]) == ["broken"]
-    assert list(record["sides"]) == ["ours", "stock"]
+    assert {name: side["gpus"] for name, side in record["sides"].items()} == {"ours": None, "stock": "1"}
+    assert started_on == {"ours": None, "broken": None, "stock": "1"}
     assert [[side["name"] for side in each["sides"]] for each in record["benches"]] == [["ours", "stock"]]
