@@ -12,8 +12,10 @@ from moe_optimizer.errors import ExitCode, InputError
 from moe_optimizer.inspection.kernel_speeds import measured_dir, write_tables
 from moe_optimizer.launcher import launch
 from moe_optimizer.measure.bench import run
+from moe_optimizer.measure.bench import side as bench_side
 from moe_optimizer.measure.bench.request import BenchRequest
-from moe_optimizer.measure.bench.side import STOCK
+from moe_optimizer.measure.bench.schedule import Turn
+from moe_optimizer.measure.bench.side import STOCK, RunningSide
 from moe_optimizer.measure.kernel_speeds import tables
 from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
 from moe_optimizer.measure.quality import run as quality_run
@@ -59,6 +61,25 @@ def test_a_switch_is_no_wish_for_the_profile_that_is_compared_with(asked: list[B
     assert (ours.name, other.name) == ("balanced +speculation", "balanced")
     assert other.plan is not None
     assert not other.plan.decision("expert_load").required
+
+
+def test_a_server_that_runs_already_is_sent_prompts_that_no_earlier_benchmark_sent(
+    asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:1"
+    running = RunningSide(base_url=url, model="m", max_model_len=8192, ready_s=None, info=None)
+    monkeypatch.setattr(bench_side, "ask", lambda _url: running)
+    for _ in range(2):
+        main(["bench", TINY_MOE, "--plan", url, "--against", "", "--workload", "chat"])
+    first, second = (prompts_of(request) for request in asked)
+    assert [len(each) for each in first] == [len(each) for each in second]
+    assert not {chunk for each in first for chunk in each} & {chunk for each in second for chunk in each}
+
+
+def prompts_of(request: BenchRequest) -> list[tuple[int, ...]]:
+    """What stands for the prompts of its first round."""
+    turn = Turn(load=request.loads[0], repetition=0, side=0, counted=True)
+    return [each.hash_ids for each in request.requests(turn)]
 
 
 def fast_kernel(question: SpeedQuestion) -> KernelSpeeds:
