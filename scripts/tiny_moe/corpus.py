@@ -39,9 +39,11 @@ class SourceFile:
         return int(self.digest[:2], 16) < HELD_OUT_SHARE
 
 
-def read_source_files() -> tuple[SourceFile, ...]:
-    """Every .py file of the standard library that is valid UTF-8 and not in EXCLUDED_FOLDERS, sorted by path."""
-    root = Path(sysconfig.get_path("stdlib"))
+def read_source_files(root: Path | None = None) -> tuple[SourceFile, ...]:
+    """Every .py file below `root`, by default the standard library, that is valid UTF-8 and not in EXCLUDED_FOLDERS,
+    sorted by path.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
     files: list[SourceFile] = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)

@@ -149,7 +149,7 @@ class Attention(nn.Module):
 
 def _rotate(x: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return x * cos_LD + torch.cat((-second, first), dim=-1) * sin_LD
+    return (x * cos_LD + torch.cat((-second, first), dim=-1) * sin_LD).type_as(x)
 
 
 class Layer(nn.Module):

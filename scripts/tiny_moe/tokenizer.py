@@ -35,7 +35,7 @@ def chat_text(question: str, answer: str) -> str:
     return f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n{answer}{IM_END}\n"
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Train the merges on `texts`; the alphabet is all 256 bytes, so every text can be encoded."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -48,7 +48,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

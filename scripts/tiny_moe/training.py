@@ -58,7 +58,7 @@ def train(stream: Tensor, shape: Shape, *, seed: int, steps: int, minutes: float
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = TinyMoe(shape).to(device)
-    optimizers = _optimizers(network)
+    optimizers = make_optimizers(network)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
@@ -102,7 +102,8 @@ def train(stream: Tensor, shape: Shape, *, seed: int, steps: int, minutes: float
     )
 
 
-def _optimizers(network: TinyMoe) -> tuple[torch.optim.Optimizer, ...]:
+def make_optimizers(network: TinyMoe) -> tuple[torch.optim.Optimizer, ...]:
+    """Return Muon for the matrices inside the layers, AdamW for the rest."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
