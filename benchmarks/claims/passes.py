@@ -167,6 +167,36 @@ def _beside(record: Any, metric: str, prompt: str, clients: str) -> list[float]:
     return [ours, stock, verdict["ratio"], verdict["low"], verdict["high"]]
 
 
+_E4M3_SERVED, _ONE_CLIENT = "2026-11-26_h100_e4m3_served", "2026-11-26_h100_one_client"
+_FEW_CLIENTS = {
+    "`gate_topk`": "router",
+    "attention without splits in graphs": "splits",
+    "both, and vLLM's fusion of QK norm and RoPE": "all",
+}
+
+
+def _pair_of(record: Any, other: str, metric: str, clients: str, *, workload: str = "") -> tuple[list[float], Any]:
+    """Return what the first side and another one had when loaded in turns, and the verdict."""
+    (bench,) = [
+        each for each in record["benches"] if each["workload"].endswith(workload) and each["sides"][1]["name"] == other
+    ]
+    loads = [load for side in bench["sides"] for load in side["loads"] if str(load["clients"]) == clients]
+    (verdict,) = [each for each in bench["verdicts"] if each["metric"] == metric and each["load"].split()[0] == clients]
+    return [load[metric] if metric == "output_tokens_per_s" else load[metric]["median"] for load in loads], verdict
+
+
+def _e4m3_served(record: Any, metric: str, prompt: str, clients: str) -> list[float]:
+    workload = "at64.yaml" if prompt == "512" else "ttft.yaml"
+    found, verdict = _pair_of(record, "stock", _BESIDE_ROWS[metric], clients, workload=workload)
+    return [*found, verdict["ratio"], verdict["low"], verdict["high"]]
+
+
+def _few_clients(record: Any, what: str) -> list[float]:
+    """The first side is plain, so a side is as much faster as plain is slower."""
+    found, verdict = _pair_of(record, _FEW_CLIENTS[what], "tpot_ms", "1")
+    return [*found, 1 / verdict["ratio"], 1 / verdict["high"], 1 / verdict["low"]]
+
+
 def _longer_step(record: Any, requests: str) -> list[float]:
     found = record["results"][requests]["quantiles"]["50%"]
     low, high = found["ratio_interval_95"]
@@ -305,6 +335,13 @@ CLAIMS = [
     Claim("docs/passes/speculation.md", "count about {0.4} ms and {14} us for each draft", (),
           lambda: [AHEAD_STEP_US / 1000, AHEAD_TOKEN_US]),
     Table("docs/passes/four_bit.md", "| | prompt | clients |", "Beside a 4-bit checkpoint", 3, (_BESIDE,), _beside),
+    Table("docs/passes/four_bit.md", "| E4M3 | prompt | clients |", "With E4M3 products in steps", 3, (_E4M3_SERVED,),
+          _e4m3_served),
+    Claim("docs/passes/four_bit.md", "took {45.1} and {45.4} ms at one client, {205.6} and {224.5} at eight",
+          (_E4M3_SERVED,), lambda found: [value for clients in ("1", "8")
+                                          for value in _pair_of(found, "bf16", "ttft_ms", clients)[0]]),
+    Table("docs/passes/flash_dmoe.md", "| with | plain |", "Served on one H100, one client", 1, (_ONE_CLIENT,),
+          _few_clients),
     Claim("docs/passes/four_bit.md",
           "took {4.12} ms at one client and {19.36} ms at 64, and gave {229} and {2,912}\ntokens per second",
           ("2026-11-26_h200_stock_bf16",),
