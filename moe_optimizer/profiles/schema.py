@@ -62,9 +62,10 @@ class PassSection(Section):
 class FlashDmoeSection(PassSection):
     """Our expert kernels."""
 
-    fused_router: Literal["on", "off"] = "off"
-    """on: on GPUs one launch multiplies the gate and chooses the experts of up to 8 tokens, where our kernels compute
-    them and vLLM's layer holds an unquantised gate; off: vLLM does. Off until a server was measured to gain by it."""
+    fused_router: Literal["auto", "on", "off"] = "auto"
+    """auto, on: on GPUs one launch multiplies the gate and chooses the experts of up to 8 tokens, where our kernels
+    compute them and vLLM's layer holds an unquantised gate; on: with a warning where the build has no such kernel; off:
+    vLLM does."""
 
 
 class Fp8Section(PassSection):

@@ -13,19 +13,24 @@ MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
 
 
+_RECORD = "benchmarks/records/2026-11-26_h100_one_client.json"
+
+
 def with_fused_router(ctx: PlanContext, decision: Decision) -> Decision:
-    """Return the decision about our expert kernels with the launch before them, where the profile asks for it."""
-    params = decision.params
-    if ctx.profile.passes.flash_dmoe.fused_router == "off" or not isinstance(params, FlashDmoeParams):
+    """Return the decision about our expert kernels with the launch before them, unless the profile has it off."""
+    params, setting = decision.params, ctx.profile.passes.flash_dmoe.fused_router
+    if setting == "off" or not isinstance(params, FlashDmoeParams):
         return decision
     if decision.status is not Status.ON or params.kernel != "cuda":
         return decision
     if OP not in ctx.software.kernels.cuda_ops:  # the rest is each layer's own
+        if setting == "auto":
+            return decision
         warning = f"flash_dmoe.fused_router ({ctx.profile_origin}): {OP} has no CUDA kernel in this build"
         return dataclasses.replace(decision, warnings=(*decision.warnings, warning))
     return dataclasses.replace(
         decision,
-        reason=f"{decision.reason}; up to {MAX_TOKENS} tokens one launch multiplies the gate and chooses the experts, "
-        f"as {ctx.profile_origin} asks: no server was measured to gain by it",
+        reason=f"{decision.reason}; up to {MAX_TOKENS} tokens one launch multiplies the gate and chooses the experts",
+        evidence=(*decision.evidence, _RECORD),
         params=dataclasses.replace(params, fused_router=MAX_TOKENS),
     )

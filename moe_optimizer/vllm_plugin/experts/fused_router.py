@@ -85,7 +85,7 @@ def install_fused_routers(session: PluginSession, model: torch.nn.Module) -> Non
         )
         if reason and reason not in said:
             said.add(reason)
-            logger.warning("vLLM multiplies the gate of %s and chooses: %s", runner.layer_name, reason)
+            logger.info("vLLM multiplies the gate of %s and chooses: %s", runner.layer_name, reason)
 
 
 def _uncovered(runner: Any, most: int) -> str:

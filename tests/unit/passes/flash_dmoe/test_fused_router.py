@@ -23,25 +23,26 @@ def most(decision: Decision) -> int:
     return decision.params_as(FlashDmoeParams).fused_router
 
 
-def test_vllm_chooses_the_experts_unless_the_profile_asks_for_the_launch():
-    assert most(decide_on_h200(speeds())) == 0
+def test_the_launch_chooses_the_experts_unless_the_profile_leaves_it_to_vllm():
+    assert most(asked("auto")) == MAX_TOKENS
     assert most(asked("off")) == 0
 
 
-def test_where_it_is_asked_for_the_plan_says_up_to_how_many_tokens_and_that_it_is_not_measured():
+def test_the_plan_says_up_to_how_many_tokens_and_by_which_record():
     decision = asked()
     assert decision.status is Status.ON
     assert most(decision) == fused_router.MAX_TOKENS == MAX_TOKENS
     assert f"up to {MAX_TOKENS} tokens" in decision.reason
-    assert "no server was measured" in decision.reason
+    assert any("one_client" in each for each in decision.evidence)
     assert decision.params_as(FlashDmoeParams).dispatch == asked("off").params_as(FlashDmoeParams).dispatch
 
 
-def test_a_build_without_it_leaves_the_experts_ours_with_a_warning():
+def test_a_build_without_it_leaves_the_experts_ours_with_a_warning_if_it_was_asked_for():
     decision = asked(software=measured(speeds()))
     assert decision.status is Status.ON
     assert most(decision) == 0
     assert "gate_topk" in decision.warnings[0]
+    assert not asked("auto", software=measured(speeds())).warnings
 
 
 def test_experts_of_vllm_have_a_gate_of_vllm():
