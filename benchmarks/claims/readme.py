@@ -22,6 +22,7 @@ _H100_FP8 = "2026-11-22_h100_fp8_served"
 _FOUR_BIT = "2026-11-23_h100_four_bit_fp8_served"
 _ONE_GPU = "2026-11-23_h100_fp8_one_gpu_served"
 _BESIDE_GPTQ = "2026-11-26_h200_four_bit_beside_marlin"
+_CHATS, _ROUTER = "2026-11-26_h100_balanced_chat", "2026-11-26_h100_router_served"
 _QUALITY, _MEMORY = "2026-11-20_h200_fp8_quality", "2026-11-20_h200_memory_plan"
 
 
@@ -51,6 +52,34 @@ def _verdict(record: Any, metric: str, clients: int) -> list[float]:
     )
     assert found["verdict"] == "faster", found
     return [found["ratio"], found["low"], found["high"]]
+
+
+def _beside(record: Any, number: int, metric: str, clients: int) -> list[float]:
+    """Ours and stock vLLM's in one bench of several, the ratio, and the ends of its interval."""
+    bench = record["benches"][number]
+    values = {
+        side["name"]: next(load[metric]["median"] for load in side["loads"] if load["clients"] == clients)
+        for side in bench["sides"]
+    }
+    (ours,) = values.keys() - {"stock"}
+    (found,) = (
+        each for each in bench["verdicts"] if each["metric"] == metric and each["load"].split()[0] == str(clients)
+    )
+    # A verdict is about the first side.
+    first = bench["sides"][0]["name"] == ours
+    assert found["verdict"] == ("faster" if first else "slower"), found
+    interval = [found["low"], found["high"]] if first else [1 / found["high"], 1 / found["low"]]
+    return [values[ours], values["stock"], found["ratio"] if first else 1 / found["ratio"], *interval]
+
+
+def _first_tokens(record: Any) -> list[float]:
+    """Times to the first token in ms, ours and stock vLLM's: chats with 1 and 16 clients, long prompts with 1 and 8."""
+    found = []
+    for number, clients in ((1, 1), (1, 16), (0, 1), (0, 8)):
+        for name in ("balanced", "stock"):
+            (side,) = (each for each in record["benches"][number]["sides"] if each["name"] == name)
+            found.append(next(load["ttft_ms"]["median"] for load in side["loads"] if load["clients"] == clients))
+    return found
 
 
 def _slowest_tokens(*records: Any) -> list[float]:
@@ -137,6 +166,22 @@ CLAIMS = [
     Claim(_README, "| FP8 | 1 to 8192 tokens | | {1.12}x to {2.21}x |", (_LAYER,),
           lambda found: _gains(found, "fp8")),
     Claim(_README, "| BF16 | 1 | {4.50} / {4.81} | {1.07}x |", (_H100,), lambda found: _h100_pair(found, 1)),
+    Claim(_README, "| BF16 | 1 | {4.24} / {4.68} | {1.12}x ({1.07} to {1.17}) |", (_ROUTER,),
+          lambda found: _beside(found, 0, "tpot_ms", 1)),
+    Claim(_README, "4 clients {1.09}x ({1.02} to {1.15}) |", (_ROUTER,),
+          lambda found: _beside(found, 0, "tpot_ms", 4)[2:]),
+    Claim(_README, "waited {92} ms for their first token and {169} ms with stock vLLM, {1.77}x ({1.16} to {2.71})",
+          (_CHATS,), lambda found: _beside(found, 1, "ttft_ms", 64)),
+    Claim("docs/passes/graph_capture.md", "after {92} ms in place of {169}, {1.77}x ({1.16} to {2.71})", (_CHATS,),
+          lambda found: _beside(found, 1, "ttft_ms", 64)),
+    Claim("docs/passes/graph_capture.md",
+          "medians with one client {39} and {90} ms, with 16 clients {68} and {113}, for prompts of 2,048 tokens {58} "
+          "and {112} with one and {239} and {317} with eight", (_CHATS,), _first_tokens),
+    Claim("docs/passes/flash_dmoe.md", "{4.24} ms a token in place of {4.68} with one client, {1.12}x ({1.07} to "
+          "{1.17}), {8.07} in place of {8.84} with four, {1.09}x ({1.02} to {1.15})", (_ROUTER,),
+          lambda found: [*_beside(found, 0, "tpot_ms", 1), *_beside(found, 0, "tpot_ms", 4)]),
+    Claim("docs/passes/flash_dmoe.md", "it was {1.07}x ({1.03} to {1.11}) with one", (_CHATS,),
+          lambda found: _beside(found, 1, "tpot_ms", 1)[2:]),
     Claim(_README, "| BF16 | 256 | {39.68} / {42.53} | {1.07}x |", (_H100,), lambda found: _h100_pair(found, 256)),
     Claim(_README, "16 clients {1.00}x, 64 clients {1.03}x", (_H100,),
           lambda found: [_h100_pair(found, 16)[2], _h100_pair(found, 64)[2]]),
