@@ -56,6 +56,7 @@ FORESEEN = (
     ("deepseek_v2", "tp2ep", 0.4),
     ("deepseek_v2", "tp1x2", 0.5),
     (QWEN3_30B, "tp1x4", 0.9),
+    ("mixtral", "tp2x2", 0.9),
 )
 """Models, layouts of H100s and shares of their memory that bench_layouts.py is to measure next, and nobody has."""
 FITTED = {
