@@ -14,6 +14,9 @@ from moe_optimizer.specs.layout import Layout
 
 _EQUAL = 0.01
 """Chosen: the step model is wrong by more."""
+_MIXED = 0.05
+"""Chosen: what slices and copies in one server must bring more than all else. Of both together nothing was measured,
+and of what was measured the model's mean error is about as much."""
 _FEW = 0.05
 """Chosen: of the clients, that may wait for room without that counting against a layout. Room for them all is seldom
 needed, because requests are of all lengths between a prompt's and their last."""
@@ -101,27 +104,47 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     latency: the least time per output token, of layouts in which hardly a request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
-    fewer GPUs in a server before more. Prefill and decode apart come last: they need a connector between the servers,
-    which nothing else does.
+    fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted. Prefill
+    and decode apart come last: they need a connector between the servers, which nothing else does.
     """
     if not predictions:
         return []
     first = min(_last(each, goal) for each in predictions)
-    best = min(_score(each, goal) for each in predictions if _last(each, goal) == first)
+    best = min(_counted(each, goal) for each in predictions if _last(each, goal) == first)
 
     def key(prediction: Prediction) -> tuple[tuple[bool, bool], int, bool, bool, int, str]:
         layout = prediction.layout
-        steps = math.floor(math.log(_score(prediction, goal) / best) / _EQUAL)
+        steps = math.floor(math.log(_counted(prediction, goal) / best) / _EQUAL)
         plain = (layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server)
         return _last(prediction, goal), steps, *plain, layout.name
 
     return sorted(predictions, key=key)
 
 
+def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
+    """Return why a layout that is predicted to be better for a goal than the chosen one is not taken; "": it is not."""
+    if _score(prediction, goal) >= _score(chosen, goal):
+        return ""
+    if prediction.layout.disaggregated:
+        return "prefill and decode apart come last"
+    if _last(prediction, goal) > _last(chosen, goal):
+        return "more requests wait for room in the cache"
+    if _counted(prediction, goal) < _counted(chosen, goal):
+        return f"less than {_EQUAL:.0%} counts as none"
+    return f"slices and copies in one server were not measured: less than {_MIXED:.0%} does not count"
+
+
 def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
     """Return what puts a layout behind all others that do not have it."""
     waiting = prediction.waiting / (prediction.waiting + prediction.running)
     return prediction.layout.disaggregated, goal == "latency" and waiting > _FEW
+
+
+def _counted(prediction: Prediction, goal: Goal) -> float:
+    """Return what a goal wants least of, as it counts in the order."""
+    layout = prediction.layout
+    mixed = layout.tensor_parallel_size > 1 and layout.data_parallel_size > 1
+    return _score(prediction, goal) * (1 + _MIXED * mixed)
 
 
 def _score(prediction: Prediction, goal: Goal) -> float:

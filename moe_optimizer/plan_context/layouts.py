@@ -8,7 +8,7 @@ from typing import NoReturn
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
-from moe_optimizer.layouts.search import Ranking, rank
+from moe_optimizer.layouts.search import Ranking, rank, why_behind
 from moe_optimizer.layouts.serving import Prediction, memory_of
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
@@ -310,6 +310,8 @@ def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
     words = [f"TPOT {slower:+.0%}"] if abs(slower) >= _LEAST_SHOWN else []
     words += [f"tokens/s {-fewer:+.0%}"] if abs(fewer) >= _LEAST_SHOWN else []
     words += ["bound by the front end"] if words and each.front_end_share == 1 else []
+    behind = why_behind(each, chosen, ctx.goal)
+    words += [behind] if words and behind else []
     if words:
         return ", ".join(words)
     return "prefill and decode apart gain nothing here" if each.layout.disaggregated else "the same within 0.5 %"

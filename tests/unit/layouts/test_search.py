@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.layouts.question import LayoutQuestion
-from moe_optimizer.layouts.search import Limits, ordered, rank
+from moe_optimizer.layouts.search import Limits, ordered, rank, why_behind
 from moe_optimizer.layouts.serving import FRONT_END, Prediction, memory_of, predict
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
@@ -192,6 +192,22 @@ def test_what_is_within_a_hundredth_of_the_best_goes_by_plainness_wherever_the_b
         assert [each.layout.name for each in ordered(near, "throughput")] == ["tp2", "tp2ep"]
         far = [near[0], dataclasses.replace(slices, tokens_per_s=best / 1.02)]
         assert [each.layout.name for each in ordered(far, "throughput")] == ["tp2ep", "tp2"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(MODELS, st.sampled_from([4, 8]), CLIENTS, st.sampled_from(["latency", "balanced", "throughput"]))
+def test_slices_and_copies_in_one_server_are_taken_only_where_they_are_clearly_better(model, count, clients, goal):
+    found = rank(question(model, gpus=count, clients=clients), goal, Limits(), allowed=by_itself).within
+    for each in (each for each in found if min(each.layout.tensor_parallel_size, each.layout.data_parallel_size) > 1):
+        plain = next(one for one in found if min(one.layout.tensor_parallel_size, one.layout.data_parallel_size) == 1)
+        for factor, taken in ((1.03, False), (1.07, True)):
+            rate, wait = plain.tokens_per_s * factor, plain.tpot_ms / factor
+            near = dataclasses.replace(each, tokens_per_s=rate, tpot_ms=wait, waiting=0)
+            if goal == "balanced":
+                near = dataclasses.replace(near, tpot_ms=plain.tpot_ms)
+            first = ordered([plain, near], goal)[0]
+            assert (first is near) is taken
+            assert bool(why_behind(near, plain, goal))
 
 
 def test_long_reading_is_not_all_before_the_first_token():
