@@ -88,14 +88,12 @@ FRONT_END_TOKEN_US = 44.0
 between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
 four H100. vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
 FRONT_END_REQUEST_US = 1000.0
-"""Of each request of those that come at once, before the first gets a token, in the same process: 95 % of 512 clients
-wait 0.3 to 0.7 s longer than the reading of their prompts lets them in all records of layouts. In a closed loop
-requests of one length end together, so the next come together."""
-READING_WAITED_US = 860_000.0
-"""Of the reading of other prompts, what a request waits for at most on average: requests that end one after the other
-let theirs in between, so the rest is read while it writes. Where each client sends one request, nothing is in between.
-Loops in which all are read in 1.9 to 4.5 s have times to first token of 0.5 to 1.3 s in the served records; chosen from
-the two longest, 1.0 s, less 72 ms for the first prompt and 63 for the front end."""
+"""Of each request in the same process, besides its prompt: chosen, with the next. Prompts of 128 tokens are read as fast
+as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both together take 2 ms of one at most."""
+FRONT_END_PROMPT_TOKEN_US = 6.8
+"""Of each token of a prompt there. Slices of a DeepSeek-like shape on two H100 read the 512 prompts of 512 tokens that
+come at once in 2.7 s, though 128 of them at 59 ms a step, which would be 1.9 s; copies, which have two such processes,
+read them no slower. 2.7 s less the tokens sent meanwhile are 4.5 ms for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

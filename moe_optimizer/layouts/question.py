@@ -61,12 +61,16 @@ class LayoutQuestion:
     """
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
-    burst: bool = False
-    """Whether the requests come all at once and none follows them: a load test with one request for each client."""
+    rounds: float | None = None
+    """Requests of each client of a load test, one after the other, the first ones of all at once; None: clients go on
+    without end.
+    """
     reader_token_us: float = 0.0
     """Of each token of all answers, in the one process with which a load test reads them; 0: users have processes of
     their own.
     """
+    reader_request_us: float = 0.0
+    """Of each request of a load test, before it reads the first answer, where it sends all at once."""
     prompt_graphs: bool = False
     """Whether CUDA graphs are captured for steps that read prompts, of each size that would wait for its launches."""
     placed: bool = False

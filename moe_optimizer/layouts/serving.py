@@ -19,6 +19,8 @@ from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
+_LEAST_IDLE = 1e-3
+"""Of the front end's time, so that nothing is divided by none."""
 FRONT_END = "front end"
 """The part of a step in which tokens wait for the API server."""
 
@@ -133,10 +135,13 @@ class _Loop:
         self._alone = math.ceil(prompt / self._room)
         self._others = math.ceil((running - 1) * prompt / self._room)
         self._alone_us = self._alone * model.step_us(Tokens(0, 0, prompt / self._alone, prompt)) / stages
-        self._others_us = 0.0
+        self._others_us = self._beside_us = 0.0
         if self._others:
-            read = Tokens(busy, prompt + answer / 2, (running - 1) * prompt / self._others, prompt)
+            context = prompt + answer / 2
+            read = Tokens(busy, context, (running - 1) * prompt / self._others, prompt)
             self._others_us = self._others * model.step_us(read) / stages
+            # In later rounds it is read while the others write.
+            self._beside_us = model.step_us(Tokens(2 * busy, context, prompt / self._alone, prompt)) / stages
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
@@ -146,16 +151,16 @@ class _Loop:
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)
-        others_us = self._others_us
+        taking_us = share * (fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt)
+        # A step reads no more prompts than the process has taken in, which sends tokens out meanwhile.
+        taken_us = self._others and (running - 1) * taking_us + self._others * sending_us / 2
+        others_us = max(self._others_us, taken_us)
         reads = self._alone + self._others
         read_us = (self._alone_us + others_us) / reads
         each_us = others_us / max(1, self._others)
-        most_us = math.inf if question.burst else fitted.READING_WAITED_US
-        waited_us = min(each_us * (self._others + 1) / 2, most_us)
-        slower = self._others - (running - 1) / running * waited_us / max(1.0, each_us)
+        waited_us, slower = self._waiting(each_us, write_us, taking_us, idle=1 - sending_us / write_us)
         first_us = self._alone_us + (running - 1) / running * waited_us
         first_us += (layout.pipeline_parallel_size - 1) * read_us
-        first_us += (running - 1) * fitted.FRONT_END_REQUEST_US * share
         more_tokens = max(1, answer - 1)
         delay_us = 0.0
         if layout.disaggregated:
@@ -174,4 +179,35 @@ class _Loop:
             request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
             front_end_share=sending_us / write_us,
             waits_us=write_us - self._write_us,
+        )
+
+    def _waiting(self, each_us: float, write_us: float, taking_us: float, *, idle: float) -> tuple[float, float]:
+        """Return what a request waits for before its first token beside the first one's reading, and how many steps
+        read other prompts while it writes: means over all rounds.
+
+        In the first round all come at once: half of the others are read before a request, half while it writes. Those
+        that were read in one step end in one step, and the next ones of their clients come together, as soon as the
+        front end, which is `idle` for a share of its time, has taken them in. They wait for the step that runs, and for
+        those that ended in the steps before. In the last round nothing is read for those that ended.
+        """
+        others, running, question = self._others, self._running, self._question
+        if not others:
+            return 0.0, 0.0
+        at_once = 0.0 if question.rounds is None else 1 / max(1.0, question.rounds)
+        steps = question.input_tokens / self._room
+        taken_us = min(running - 1, 1 / steps) / 2 * taking_us
+        coming_us = fitted.REQUEST_US + taken_us / max(_LEAST_IDLE, idle)
+        ahead_at_once = (others - 1) / 2
+        ahead = min(max(0.0, coming_us / write_us - 1), ahead_at_once)
+        # The one that came first is read alone; the prompts of others end in the middle of a step.
+        full = (others - 1) / others
+        running_us = full * each_us + (1 - full) * self._beside_us
+        own = max(1.0, steps) + full * min(1.0, steps)
+        in_turn_us = taken_us + running_us + (ahead + own) * each_us - self._alone_us
+        sent_us = (question.clients - 1) * question.reader_request_us
+        at_once_us = sent_us + (ahead_at_once + 1) * each_us
+        ahead = at_once * ahead_at_once + (1 - at_once) * ahead
+        return (
+            at_once * at_once_us + (1 - at_once) * in_turn_us,
+            others - (running - 1) / running * (ahead + 1),
         )

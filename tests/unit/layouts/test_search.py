@@ -97,7 +97,8 @@ AICONFIGURATOR = {
 
 @pytest.mark.parametrize("clients", AICONFIGURATOR)
 def test_the_choice_has_95_percent_of_the_best_tokens_per_s_by_aiconfigurator(clients):
-    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512, processes=False)
+    # As plans ask: with graphs of prompts.
+    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512, prompt_graphs=True)
     chosen = rank(asked, "throughput", Limits(), allowed=by_itself).within[0].layout.name
     known = AICONFIGURATOR[clients]
     assert chosen in known
@@ -271,10 +272,35 @@ def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_w
     layout = Layout(tensor_parallel_size=2)
     asked = question(mixtral_8x7b(), gpus=2, clients=512)
     loop, burst = (
-        predict(dataclasses.replace(asked, burst=burst), layout, memory_of(asked, layout)) for burst in (False, True)
+        predict(dataclasses.replace(asked, rounds=rounds), layout, memory_of(asked, layout)) for rounds in (None, 1)
     )
     assert burst.ttft_ms > 3 * loop.ttft_ms
     assert burst.tpot_ms < 0.8 * loop.tpot_ms
+
+
+def test_the_more_rounds_the_less_of_the_first_ones_burst_is_in_the_mean():
+    layout = Layout()
+    asked = question(gpus=1, clients=128)
+    found = [
+        predict(dataclasses.replace(asked, rounds=rounds), layout, memory_of(asked, layout))
+        for rounds in (1, 2, 8, None)
+    ]
+    waits, writes = [each.ttft_ms for each in found], [each.tpot_ms for each in found]
+    assert waits == sorted(waits, reverse=True)
+    assert writes == sorted(writes)
+    assert waits[-1] < 0.8 * waits[0]
+
+
+def test_the_front_end_bounds_how_fast_many_short_prompts_are_read_and_long_ones_hardly():
+    layout = Layout(tensor_parallel_size=8)
+    times: dict[tuple[int, int], float] = {}
+    for tokens in (512, 8192):
+        asked = question(gpus=8, hardware="h200", clients=256, input_tokens=tokens, rounds=1, prompt_graphs=True)
+        for servers in (1, 8):
+            several = dataclasses.replace(asked, api_servers=servers)
+            times[tokens, servers] = predict(several, layout, memory_of(asked, layout)).ttft_ms
+    assert times[512, 1] > 1.1 * times[512, 8]
+    assert times[8192, 1] == pytest.approx(times[8192, 8], rel=0.02)
 
 
 def test_the_one_process_that_reads_all_answers_bounds_a_load_test_however_many_servers_there_are():
@@ -290,7 +316,7 @@ def test_the_one_process_that_reads_all_answers_bounds_a_load_test_however_many_
 def test_what_is_read_before_a_requests_first_token_does_not_slow_its_answer():
     # All come at once and the second step reads all but one, so one of 16 writes while others are read.
     layout = Layout()
-    asked = question(gpus=1, clients=16, burst=True)
+    asked = question(gpus=1, clients=16, rounds=1)
     found = predict(asked, layout, memory_of(asked, layout))
     decoding_ms = sum(part.value for part in found.parts.values()) / 1e3
     assert decoding_ms < found.tpot_ms < 1.02 * decoding_ms

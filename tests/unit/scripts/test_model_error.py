@@ -127,7 +127,7 @@ def test_a_layout_with_more_api_servers_is_another_case_and_what_they_gain_is_ju
     found = of_records(h200_x4_layouts=layouts_record(served, model="qwen3_moe"))
     one, four = (found["h200_x4_layouts", served_as, 512] for served_as in ("tp4", "tp4, 4 API servers"))
     assert (one.prediction.api_servers, four.prediction.api_servers) == (1, 4)
-    assert four.rate > 1.15 * one.rate
+    assert four.rate > 1.05 * one.rate
     (gain,) = predicted_loads.by_pass([one, four])["more API servers"]
     assert gain.measured > 1.5
 
