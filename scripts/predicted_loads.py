@@ -50,8 +50,9 @@ READER_TOKEN_US = 33.5
 """Of each token, in the process of `moe-optimizer bench` that reads all answers: with 512 clients copies of a
 DeepSeek-like shape on two H100 have 17 ms between two tokens of a request, and four other layouts 17 to 19."""
 READER_REQUEST_US = 1000.0
-"""Of each request of those that come at once, in the same process, before it reads what comes back: 512 clients wait 0.4
-to 0.6 s longer than the reading of their prompts lets them in all records of layouts, of one API server as of four."""
+"""Of each request of those that come at once, in the same process, before it reads what comes back: 512 clients wait
+0.4 to 0.6 s longer than the reading of their prompts lets them in all records of layouts, of one API server as of
+four."""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
 FORESEEN = (
@@ -273,7 +274,8 @@ def _question(load: Load) -> LayoutQuestion:
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
         input_tokens=load.input_tokens, output_tokens=load.output_tokens, step_tokens=load.step_tokens,
         max_running=load.max_running, even_routing=True, api_servers=load.api_servers,
-        rounds=load.requests / load.clients, load=_routing(load), reader_token_us=READER_TOKEN_US, reader_request_us=READER_REQUEST_US,
+        rounds=load.requests / load.clients, load=_routing(load),
+        reader_token_us=READER_TOKEN_US, reader_request_us=READER_REQUEST_US,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
 

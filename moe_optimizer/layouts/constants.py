@@ -88,8 +88,8 @@ FRONT_END_TOKEN_US = 44.0
 between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
 four H100. vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
 FRONT_END_REQUEST_US = 1000.0
-"""Of each request in the same process, besides its prompt: chosen, with the next. Prompts of 128 tokens are read as fast
-as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both together take 2 ms of one at most."""
+"""Of each request in the same process, besides its prompt: chosen, with the next. Prompts of 128 tokens are read as
+fast as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both take 2 ms of one at most."""
 FRONT_END_PROMPT_TOKEN_US = 6.8
 """Of each token of a prompt there. Slices of a DeepSeek-like shape on two H100 read the 512 prompts of 512 tokens that
 come at once in 2.7 s, though 128 of them at 59 ms a step, which would be 1.9 s; copies, which have two such processes,
