@@ -18,6 +18,7 @@ _SAME = {"stock vLLM": "stock", "conservative": "stock", "balanced": "flash_dmoe
 """Names of sides whose records do not name their passes."""
 _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
+_PAIRED = 1.1
 _API_SERVERS = "--api-server-count"
 _LONG_STEPS = {
     ("2026-11-24_h100_kv_cache_served", "aggressive"),
@@ -54,6 +55,10 @@ class Load:
     """Mean time to first token, where the record keeps how they are distributed."""
     why_no_rate: str = ""
     """Why the rate is not judged."""
+    held_up: bool = False
+    """Whether the tokens of the same start came in pairs under some load: what sends or reads them had no time for each
+    step. The median gap between tokens is then longer than the median time of one, as of no other start.
+    """
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
     step_tokens: int = 8192
@@ -83,6 +88,7 @@ def served_loads() -> Iterator[Load]:
                 layout, *own = words.split()
                 about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
+                    "held_up": any(map(_in_pairs, found["loads"])),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
                 }  # fmt: skip
                 earlier = record.get("first_start", {}).get(words, {"loads": ()})
@@ -127,6 +133,10 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         step_tokens=16_384 if (record, side) in _LONG_STEPS else 8192,
         max_running=_FEW_REQUESTS.get(record, 1024), ttft_ms=_mean_ttft_ms(load),
     )  # fmt: skip
+
+
+def _in_pairs(load: Any) -> bool:
+    return "itl_ms" in load and load["itl_ms"]["median"] > _PAIRED * load["tpot_ms"]["median"]
 
 
 def _mean_of(starts: list[Any]) -> dict[str, Any]:

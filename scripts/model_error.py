@@ -29,8 +29,9 @@ _HEAD = """# How wrong the predictions are
 Written by `scripts/model_error.py` from the records named below: random weights, of Qwen3-30B-A3B where no other model
 is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
-predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means. How a
-prediction is made: [layouts](layouts.md).
+predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
+one in brackets: under some load of that start tokens came in pairs, two steps apart, so what sends or reads them was
+held up by something else on the host. How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def above(found: list[Case], most: float) -> list[str]:
     """Return what is predicted worse on average than a share of the measured value."""
-    errors = {"time per output token": [case.tpot_error for case in found if not case.fitted]}
+    errors = {"time per output token": [case.tpot_error for case in found if case.judged]}
     errors |= {f"gain of {name}": [case.error for case in group] for name, group in by_pass(found).items()}
     means = {what: statistics.mean(map(abs, each)) for what, each in errors.items()}
     return [
@@ -77,7 +78,7 @@ def above(found: list[Case], most: float) -> list[str]:
 
 def page(found: list[Case]) -> str:
     """Return the page's text."""
-    held_out = [case for case in found if not case.fitted]
+    held_out = [case for case in found if case.judged]
     errors = {
         "TPOT": [(case.tpot_error, case) for case in held_out],
         "tokens/s": [(case.rate_error, case) for case in held_out if case.rate_error is not None],
@@ -120,11 +121,12 @@ def page(found: list[Case]) -> str:
 
 
 def _row(case: Case) -> str:
-    load, mark = case.load, "*" if case.fitted else ""
+    load = case.load
+    clients = f"*{load.clients}*" if case.fitted else f"({load.clients})" if load.held_up else f"{load.clients}"
     rates = "| |" if load.tokens_per_s is None else f"| {load.tokens_per_s:,.0f} | {case.rate:,.0f}"
     error = load.why_no_rate if case.rate_error is None else f"{case.rate_error:+.0%}"
     return (
-        f"| {load.record} | {_served(case)} | {load.served_as} | {mark}{load.clients}{mark} "
+        f"| {load.record} | {_served(case)} | {load.served_as} | {clients} "
         f"| {load.tpot_ms:.2f} | {case.prediction.tpot_ms:.2f} | {case.tpot_error:+.0%} "
         f"{rates} | {error} |"
     )

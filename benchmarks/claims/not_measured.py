@@ -111,6 +111,9 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
             (
                 "2026-11-22_h100_served",
                 "2026-11-26_h100_x4_layouts",
+                "2026-11-26_h100_x4_layouts_replicas",
+                "2026-11-26_h100_x2_layouts_mixtral_copies",
+                "2026-11-26_h100_x2_layouts_deepseek_v2_rest",
                 "2026-11-26_h100-h200_layouts_compared",
                 "2026-11-26_h100-h200_layouts_compared_processes",
             ),

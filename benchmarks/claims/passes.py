@@ -363,6 +363,8 @@ CLAIMS = [
           _Sizes().row),
     Table("docs/passes/expert_placement.md", "| E |", "Time for each unit", 1, (_PLACEMENT,), _placement_growth),
     Table("docs/passes/parallelism.md", "| layout |", "**Measured layouts.**", 1, (_LAYOUTS,), _layouts),
+    Claim("docs/passes/parallelism.md", "ready {136} s after the first\ncommand", ("2026-11-26_h100_x2_ray_nodes",),
+          lambda found: [found["ready_s"]]),
     Claim("docs/passes/parallelism.md", "took {11.9} to {23.0} ms per token in slices, {12.3} to {16.5} with EP",
           (_LAYOUTS,), _spread),
     Table("docs/passes/replicas.md", "| | 1 client", "compared with slices", 1, (_LAYOUTS,), _replicas),

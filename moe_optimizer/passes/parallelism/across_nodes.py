@@ -23,6 +23,7 @@ class AcrossNodes:
 
 
 _NOT_RUN = "one server on several machines was not run with this version: try it before it is relied on"
+_ONE_HOST = "one server through Ray was run on one host alone, two nodes of a GPU: try it before it is relied on"
 
 
 def machines_of_copies(ctx: PlanContext) -> int:
@@ -83,7 +84,7 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         split=dataclasses.replace(split, pipeline_parallel_size=nodes),
         reason=f"{why}: its layers are divided over {nodes} machines, and only activations travel between them",
         rejected={larger: "every layer would wait for the network between the machines"},
-        warnings=(_NOT_RUN,),
+        warnings=(_ONE_HOST,),
     )
 
 
