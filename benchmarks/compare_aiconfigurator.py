@@ -43,6 +43,7 @@ MODELS = (
     "openai/gpt-oss-120b",
     "deepseek-ai/DeepSeek-V3",
 )
+"""No release of AIConfigurator knows GLM-4.5-Air: of that maker 0.12 has GLM-5 to 5.3."""
 SYSTEMS = {"h100_sxm": "h100_sxm", "h200_sxm": "h200"}
 """AIConfigurator's name -> ours."""
 MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
