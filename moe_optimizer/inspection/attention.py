@@ -75,7 +75,8 @@ class Attention:
         params += o_in * hidden_size + hidden_size * config.any_flag(self.o_bias)
         if self.borrows_cache:
             params, kv_params = params - kv_params, 0
-        params += self._norms(config, q, k, head_dim)
+        norms = self._norms(config, q, k, head_dim)
+        params += norms
         gate = self.gate(config) if callable(self.gate) else self.gate
         if gate != "none" and config.flag(self.gate_when):
             gate_width = o_in if gate == "width" else heads
@@ -89,6 +90,7 @@ class Attention:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            has_head_norms=self.qk_norm == "head" and norms > 0,
             cache_elements=0 if self.borrows_cache else k + v,
             window=site.window,
             kv_params=kv_params,

@@ -163,6 +163,7 @@ def _attention(mixers: list[Mixer]) -> AttentionSpec:
         sliding_window=max(windows, default=None),
         num_attention_layers=len(caching),
         num_windowed_layers=len(windows),
+        has_head_norms=described is not None and described.has_head_norms,
     )
 
 

@@ -36,6 +36,8 @@ class Mixer:
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    has_head_norms: bool = False
+    """Whether one norm is for all query heads, and one for all key heads."""
     cache_elements: int = 0
     """Elements that one more token adds to the cache."""
     window: int | None = None

@@ -30,6 +30,7 @@ _PASSES = (
     ("speculation", "Speculation"),
     ("scheduler", "Scheduler"),
     ("graph_capture", "GraphCapture"),
+    ("norm_rope_fusion", "NormRopeFusion"),
     ("kv_cache", "KvCache"),
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)

@@ -234,6 +234,7 @@ class Passes(Section):
     four_bit: FourBitSection = FourBitSection(mode="off")
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
     speculation: SpeculationSection = SpeculationSection()
+    norm_rope_fusion: PassSection = PassSection()
     scheduler: SchedulerSection = SchedulerSection()
 
 

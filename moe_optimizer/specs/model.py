@@ -39,6 +39,8 @@ class AttentionSpec:
     num_attention_layers: int
     """Layers that keep a key/value cache growing with the sequence (windowed layers included)."""
     num_windowed_layers: int
+    has_head_norms: bool
+    """Whether queries and keys are normalised, with one weight vector for all query heads and one for all key heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

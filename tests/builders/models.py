@@ -31,6 +31,7 @@ def shaped_model(
     kind: AttentionKind = "gqa",
     window: int | None = None,
     windowed_layers: int = 0,
+    head_norms: bool = False,
     attention_params_per_layer: int | None = None,
     kv_params_per_layer: int | None = None,
     kv_elements_per_layer: int | None = None,
@@ -96,6 +97,7 @@ def shaped_model(
             sliding_window=window,
             num_attention_layers=layers,
             num_windowed_layers=windowed_layers,
+            has_head_norms=head_norms,
         ),
         "kv_bytes_per_token": layers * kv_elements * 2,
         "state_bytes_per_sequence": 0,
@@ -116,7 +118,7 @@ def _expert_format(method: str | None, experts: int) -> str:
 
 
 def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:
-    return shaped_model(name=name, **changes)
+    return shaped_model(**({"name": name, "head_norms": True} | changes))
 
 
 def qwen3_30b_a3b_fp8() -> ModelSpec:

@@ -52,7 +52,7 @@ PROFILES = {
         "parallelism": {"data_parallel_size": 2, "tensor_parallel_size": 8, "expert_parallel": "on"},
         "expert_placement": {"redundant_experts": 32},
     },
-    "offloaded": {"kv_cache": {"dtype": "fp8", "tiering": "on"}},
+    "offloaded": {"kv_cache": {"dtype": "fp8", "tiering": "on"}, "norm_rope_fusion": {"mode": "on"}},
     "drafting": {"speculation": {"acceptance": 0.6}},
     "drafting-model": {"speculation": {"method": "draft", "acceptance": 0.6}},
     "sparse": {"sparsity_24": {"mode": "on"}},

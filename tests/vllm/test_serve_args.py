@@ -131,6 +131,20 @@ def test_vllm_starts_the_copies_of_each_of_two_machines(tmp_path: Path, parse: C
     assert first.data_parallel_address == other.data_parallel_address == "HEAD"
 
 
+def test_vllm_reads_the_fusion_of_norms_and_rope_as_a_field_of_its_compilation(
+    tmp_path: Path, parse: Callable[[Sequence[str]], Any]
+) -> None:
+    request = PlanRequest(
+        model=inspected("qwen3_moe", tmp_path), hardware=load_hardware("h100_sxm", 1), software=software(),
+        profile=load_profile("balanced"), wishes=resolve_wishes(["norm-rope-fusion"], []),
+    )  # fmt: skip
+    taken = parse(make_plan(request).serve_args.words).compilation_config
+    # On a CPU vLLM switches it off again when it has read it; that there is such a field is what it must say.
+    assert "enable_qk_norm_rope_fusion" in vars(taken.pass_config)
+    with pytest.raises(Exception, match="another"):
+        type(taken.pass_config)(another=True)
+
+
 DATA_AND_EXPERT_PARALLEL = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}
 
 

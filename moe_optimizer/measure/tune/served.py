@@ -27,7 +27,7 @@ from moe_optimizer.plan.plan import Plan
 
 _WHERE_ONLY = ("--host", "--port")
 """Arguments that change neither speed nor answers."""
-_CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backend")
+_CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backend", "--compilation-config")
 """Arguments with which vLLM computes otherwise."""
 _ONLY_WATCHES = ("expert_load",)
 """Passes of the plugin that compute nothing."""

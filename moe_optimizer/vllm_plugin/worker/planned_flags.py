@@ -61,6 +61,9 @@ _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
     "graph_capture": {
         "--enforce-eager": lambda config: config.model_config.enforce_eager,
     },
+    "norm_rope_fusion": {
+        "--compilation-config": lambda config: config.compilation_config.pass_config.enable_qk_norm_rope_fusion,
+    },
     "kv_cache": {
         "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype,
         "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
@@ -206,7 +209,7 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
 
 def _difference(argument: Argument, got: Any, config: Any) -> str:
     # A bare flag switches something on.
-    wanted = {"": "True", "false": "False"}.get(argument.value, argument.value)
+    wanted = {"": "True", "true": "True", "false": "False"}.get(argument.value, argument.value)
     if _same(got, wanted, argument.flag) or _is_one_of_several_engines(argument, got, config):
         return ""
     return f"{argument.flag}: vLLM runs with {got}, planned {wanted}"

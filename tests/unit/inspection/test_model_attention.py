@@ -43,6 +43,23 @@ def test_the_kind_of_attention_is_told_by_the_fields(
     assert (attention.sliding_window, attention.num_windowed_layers) == (window, windowed)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "normalised"),
+    [
+        ("qwen3_moe", {}, True),
+        ("glm4_moe", {"use_qk_norm": True}, True),
+        ("glm4_moe", {"use_qk_norm": False}, False),
+        ("olmoe", {}, False),
+        ("mixtral", {}, False),
+        ("deepseek_v3", {}, False),
+    ],
+)
+def test_norms_of_query_and_key_heads_are_told_from_none_and_from_norms_of_the_whole_width(
+    name: str, changes: dict[str, Any], normalised: bool, load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config(load_config(name) | changes).attention.has_head_norms is normalised
+
+
 def test_layers_that_borrow_a_cache_add_none(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("hunyuan")
     shared = inspect_config({**config, "use_cla": True, "cla_share_factor": 2})

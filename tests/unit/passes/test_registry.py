@@ -31,6 +31,7 @@ def test_the_switches_are_those_of_the_command_line():
         "tuned-configs": "tuned_configs",
         "graph-capture": "graph_capture",
         "speculation": "speculation",
+        "norm-rope-fusion": "norm_rope_fusion",
         "scheduler": "scheduler",
         "kv-cache": "kv_cache",
         "kv-tiering": "kv_cache.tiering",

@@ -52,6 +52,7 @@ def vllm_config(**changed: Any) -> Any:
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
         "distributed_executor_backend": "mp", "is_moe": True, "moe_backend": "auto", "speculative_config": None,
         "async_scheduling": True, "_api_process_count": 1,
+        "pass_config": SimpleNamespace(enable_qk_norm_rope_fusion=True),
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
     section = SimpleNamespace(**(fields | changed))
@@ -234,6 +235,15 @@ def test_layers_that_the_profile_keeps_may_stay_wide() -> None:
     narrow = [(name, value) for name, value in loaded() if ".0." in name]
     assert unconverted(fp8_decision(keep_bf16_layers=["layers.1"]), narrow + wide) == ()
     assert unconverted(fp8_decision(), narrow + wide) != ()
+
+
+@pytest.mark.parametrize("enabled", [True, False, None])
+def test_a_fusion_is_looked_up_in_vllms_configuration(enabled: bool | None) -> None:
+    asked = resolve_wishes(["norm-rope-fusion"], [])
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=asked))
+    fusions = SimpleNamespace(enable_qk_norm_rope_fusion=enabled)
+    differences_found = found(plan, "norm_rope_fusion", pass_config=fusions)
+    assert bool(differences_found) is (enabled is not True)
 
 
 def test_eager_is_a_flag_like_others() -> None:
