@@ -162,6 +162,7 @@ def _report(
         plan_digest=plan.digest,
         start_up_s=start_up_s,
         phases_s={},
+        stock_start=None,
         warm_up="no",
         servers=(),
         passes=(),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from moe_optimizer.launcher.stock_start import StockStart, last_stock_start
 from moe_optimizer.proof.table import Row
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class ReadyServer:
     start_up_s: float
     phases_s: Mapping[str, float]
     """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
+    stock_start: StockStart | None
+    """The last start of stock vLLM that `bench` or `tune` made here with this model and vLLM; null: none is known."""
     warm_up: Literal["whole", "short", "no"]
     """"short": only the shapes were sent for which an earlier start like this needed kernels, and some to prove it."""
     servers: tuple[VllmServer, ...]
@@ -56,6 +59,7 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
         plan_digest=plan.digest,
         start_up_s=info.start_up_s,
         phases_s=info.phases_s,
+        stock_start=last_stock_start(plan),
         warm_up=info.warm_up,
         servers=tuple(
             VllmServer(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))

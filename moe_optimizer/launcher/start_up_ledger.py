@@ -58,8 +58,13 @@ def vllm_phases(log_path: Path) -> dict[str, float]:
     return {phase: max(map(float, seconds)) for phase, seconds in found.items() if seconds}
 
 
-def render_phases(phases: Mapping[str, float]) -> tuple[str, ...]:
-    """Return a line for each phase, and one for those that vLLM alone does not have."""
+def render_phases(phases: Mapping[str, float], stock: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """Return a line for each phase, and one for those that vLLM alone does not have; beside them those of a start of
+    stock vLLM, where there is one.
+    """
     ours = {"ours of these": sum(phases.get(phase, 0.0) for phase in _OURS)} if phases else {}
-    width = max(map(len, (*phases, *ours)), default=0)
-    return tuple(f"{phase:<{width}}  {seconds:7.1f} s" for phase, seconds in (*phases.items(), *ours.items()))
+    rows = {phase: f"{seconds:7.1f} s" for phase, seconds in {**phases, **ours}.items()}
+    if phases and stock:
+        rows |= {phase: f"{rows.get(phase, ''):9}  {seconds:7.1f} s" for phase, seconds in stock.items()}
+    width = max(map(len, rows), default=0)
+    return tuple(f"{phase:<{width}}  {text}" for phase, text in rows.items())

@@ -26,6 +26,7 @@ from moe_optimizer.launcher.server_log import bound, followed
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
 from moe_optimizer.launcher.start_up_progress import StartUpProgress
+from moe_optimizer.launcher.stock_start import last_stock_start
 from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.launcher.traffic import read_router
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
@@ -163,7 +164,10 @@ class Supervisor:
         for line in outcome.lines(width=max(60, shutil.get_terminal_size((80, 24)).columns)):
             self._echo(line)
         if self._verbose:
-            for line in (*render_phases(phases), ""):
+            stock = last_stock_start(self._plan)
+            if stock is not None:
+                self._echo(f"phases of this start, and of stock vLLM's last one here ({stock.in_words()})")
+            for line in (*render_phases(phases, stock and stock.phases_s), ""):
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
         self._served.begin(

@@ -20,6 +20,7 @@ from moe_optimizer.files import read_json
 from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.server_info import ServerInfo
+from moe_optimizer.launcher.stock_start import keep_stock_start
 from moe_optimizer.launcher.supervisor import Supervisor
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 from moe_optimizer.measure.bench.gpu_counters import memory_bytes
@@ -211,6 +212,8 @@ def starting(
         def wait() -> RunningSide:
             with changed_environment(changes):
                 info = run.wait_until_ready(ready_timeout_s)
+                if changes:
+                    keep_stock_start(plan, info)
                 return RunningSide(
                     base_url=info.base_url,
                     model=info.model,

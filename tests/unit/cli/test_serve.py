@@ -114,13 +114,15 @@ def test_the_kill_switch_contradicts_a_plan_that_requires_a_pass(
 
 
 def test_a_ready_server_is_described_on_stdout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _, given = launched(monkeypatch, becomes_ready, "--json")
     shown = json.loads(capsys.readouterr().out)
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
-        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "warm_up": "no", "passes": [],
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "stock_start": None,
+        "warm_up": "no", "passes": [],
         "restarts": 0,
         "servers": [
             {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}

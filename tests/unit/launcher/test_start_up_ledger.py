@@ -49,3 +49,14 @@ def test_phases_are_shown_a_line_each_and_what_vllm_alone_does_not_have_together
         "ours of these          5.2 s",
     )
     assert render_phases({}) == ()
+
+
+def test_phases_of_stock_vllm_stand_beside_ours_those_that_only_it_has_too() -> None:
+    ours, stock = {"vLLM answers": 48.0, "warm-up": 4.0}, {"vLLM answers": 50.0, "vLLM: graphs": 9.0}
+    assert render_phases(ours, stock) == (
+        "vLLM answers      48.0 s     50.0 s",
+        "warm-up            4.0 s",
+        "ours of these      4.0 s",
+        "vLLM: graphs                  9.0 s",
+    )
+    assert render_phases(ours, {}) == render_phases(ours)

@@ -10,6 +10,7 @@ import pytest
 
 from moe_optimizer import env
 from moe_optimizer.launcher import deployment
+from moe_optimizer.launcher.stock_start import last_stock_start
 from moe_optimizer.measure.bench.side import STOCK, Side, opened
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import CompilationProof, Proof, ProofWriter
@@ -31,6 +32,19 @@ def test_stock_vllm_has_the_kill_switch_in_its_environment(side: Side, tmp_path:
     with opened(side, run_dir=tmp_path, ready_timeout_s=60.0) as server:
         assert server.info is not None
         assert psutil.Process(server.info.pid).environ()[env.DISABLE] == "1"
+
+
+def test_how_long_stock_vllm_took_to_start_is_kept_for_starts_of_ours(
+    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert side.plan is not None
+    assert last_stock_start(side.plan) is None
+    with opened(side, run_dir=tmp_path / "stock", ready_timeout_s=60.0) as server:
+        found = last_stock_start(side.plan)
+        assert found is not None
+        assert server.info is not None
+        assert found.phases_s == server.info.phases_s
 
 
 def test_a_server_that_is_asked_to_stop_ends_before_the_block_does(side: Side, tmp_path: Path) -> None:
