@@ -20,7 +20,7 @@ def added_work(batch: int, *, num_experts: int, top_k: int) -> dict[str, float]:
     from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
 
     layers = range(_LAYERS)
-    counter = LayerwiseCounter(layers, num_experts)
+    counter = LayerwiseCounter(layers, num_experts, top_k=top_k, max_rows=8192)
     ids = [torch.randint(0, num_experts, (batch, top_k)) for _ in layers]
 
     def forward(*ids: torch.Tensor) -> None:

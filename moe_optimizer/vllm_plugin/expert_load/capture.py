@@ -55,6 +55,7 @@ class Counting:
         yield
         with self._guarded():
             if scheduler_output.total_num_scheduled_tokens:
+                self._counter.step_ended()
                 self._writer.stepped()
 
     def _warming(self) -> bool:
@@ -127,19 +128,20 @@ def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
     num_experts = worker.vllm_config.model_config.get_num_experts()
     if not layers or num_experts < 1:
         return None, "vLLM routes no tokens in this model"
+    assert session.plan is not None
     on_cpu = worker.device.type == "cpu"
+    # Graphs for more tokens than a step has are not captured.
+    max_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
     if on_cpu:
-        counter = LayerwiseCounter(tuple(layers), num_experts)
+        top_k = max(_chosen_experts(model), default=session.plan.model.top_k)
+        counter = LayerwiseCounter(tuple(layers), num_experts, top_k=top_k, max_rows=max_rows)
     else:
-        # Graphs for more tokens than a step has are not captured.
-        max_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
         counter = StepwiseCounter(tuple(layers), num_experts, worker.device, max_rows=max_rows)
     reason = _set_capture(model, counter)
     if reason:
         return None, reason
     rank, size = world()
     session.proof.model_rank, session.proof.world_size = rank, size
-    assert session.plan is not None
     writer = ExpertLoadWriter(
         counter,
         model=session.plan.model.name,
@@ -170,6 +172,15 @@ def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
                 raise ValueError(f"two layers that route tokens have the number {layer_id}")
             seen.add(layer_id)
             yield layer_id, str(getattr(module, "layer_name", "") or getattr(module, "prefix", "") or layer_id)
+
+
+def _chosen_experts(model: torch.nn.Module) -> Iterator[int]:
+    """Yield how many experts each router chooses for a token, as far as it says so."""
+    modules: Iterable[Any] = model.modules()  # as above
+    for module in modules:
+        top_k = getattr(getattr(module, "router", module), "top_k", None)
+        if isinstance(top_k, int):
+            yield top_k
 
 
 def _set_capture(model: torch.nn.Module, counter: ExpertCounter) -> str:

@@ -1,53 +1,62 @@
-"""Counts routed tokens on the device, without reading device data on the host.
+"""Counts routed tokens: on CUDA without reading device data on the host, on the CPU beside the compiled model.
 
-A step gives `limit`, the number of its rows that are tokens; the rows after them are padding of a CUDA graph.
-Before the first served step it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
-tensor, because a compiled or captured graph must read it when it runs.
+A step gives the number of its rows that are tokens; the rows after them are padding of a CUDA graph. Before the first
+served step nothing is counted: not profiling, warm-up and graph capture.
 
-Tensors: L layers, E experts, T rows of a step, K experts of a token.
+Tensors: L layers, E experts, T rows of a step, K experts of a token. In a table expert e counts in column e + 1; ids
+below 0, which the router dropped, count in column 0, and ids from E on, which are experts that compute nothing, in
+column E + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-
-def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the table's column for every id of [..., T, K], as int64.
-
-    Expert e counts in column e + 1. Rows from `limit` on and ids below 0, which the router dropped, count in column 0;
-    ids from E on, which are experts that compute nothing, in column E + 1.
-    """
-    rows = torch.arange(topk_ids.shape[-2], device=topk_ids.device).unsqueeze(-1)
-    return torch.where(rows < limit, topk_ids.clamp(-1, num_experts), -1).to(torch.int64) + 1
+_NEVER_RAN = np.iinfo(np.int32).min
 
 
 class LayerwiseCounter:
-    """Adds to the table in every layer: for the CPU, where vLLM compiles the router into its graph.
+    """Keeps the ids of a step's layers and counts them after it: for the CPU, where vLLM compiles the router into its
+    graph. To keep them is a part of a loop that is there; to count them in the graph, a call of torch for each layer,
+    took 10 to 20 us.
 
-    Each layer has a tensor of its own, which is an argument of the graph. The compiler would copy slices of one table,
-    and a layer number in the graph would make every layer's graph a different one.
+    Each layer has a tensor of its own, which is an argument of the graph. The compiler would copy slices of one, and a
+    layer number in the graph would make every layer's graph a different one.
+
+    Args:
+        top_k: the most experts of a token.
+        max_rows: the most rows that a step has.
     """
 
-    def __init__(self, layer_ids: Sequence[int], num_experts: int) -> None:
-        self._limit = torch.zeros((), dtype=torch.int64)
-        self._num_experts = num_experts
-        self._counts = {layer_id: torch.zeros(num_experts + 2, dtype=torch.int64) for layer_id in layer_ids}
+    def __init__(self, layer_ids: Sequence[int], num_experts: int, *, top_k: int, max_rows: int) -> None:
+        self._num_rows, self._num_experts = 0, num_experts
+        self._ids = np.full((len(layer_ids), max_rows, top_k), _NEVER_RAN, np.int32)
+        # The layers' memory lies side by side, yet to torch they are different storages.
+        self._kept = {layer_id: torch.from_numpy(self._ids[place]) for place, layer_id in enumerate(layer_ids)}
+        self._counts = np.zeros((len(layer_ids), num_experts + 2), np.int64)
+        self._first_columns = np.arange(len(layer_ids))[:, None, None] * self._counts.shape[1]
 
     def count_rows(self, num_rows: int) -> None:
-        """Let the next forward count its first `num_rows` rows."""
-        self._limit.fill_(num_rows)
+        """Let the next `step_ended` count the first `num_rows` rows."""
+        self._num_rows = num_rows
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Count the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
-        columns = expert_columns(topk_ids, self._limit, self._num_experts).reshape(-1)
-        self._counts[layer_id].scatter_add_(0, columns, torch.ones_like(columns))
+        """Keep the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
+        self._kept[layer_id][: topk_ids.shape[0], : topk_ids.shape[1]].copy_(topk_ids)
+
+    def step_ended(self) -> None:
+        """Count what the layers of this step have kept."""
+        columns = np.clip(self._ids[:, : self._num_rows], -1, self._num_experts) + (self._first_columns + 1)
+        self._counts += np.bincount(columns.ravel(), minlength=self._counts.size).reshape(self._counts.shape)
 
     def table(self) -> torch.Tensor:
-        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
-        return torch.stack(list(self._counts.values()))
+        """Return a copy of the table: int64 [L, E + 2]. A layer that ran, in a step or not, has a count in column 0."""
+        table = torch.from_numpy(self._counts.copy())
+        table[:, 0] += torch.from_numpy(self._ids[:, 0, 0] != _NEVER_RAN)
+        return table
 
 
 class StepwiseCounter:
@@ -97,13 +106,16 @@ class StepwiseCounter:
             self._captured.append(tuple(step.values()))
 
     def _add(self, topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add ids [L, T, K] to counts [L, E + 2], in the columns of `expert_columns` but with fewer launches."""
+        """Add ids [L, T, K] to counts [L, E + 2]; rows from the limit on count in column 0."""
         num_rows = topk_ids.shape[1]
         within = num_rows <= self._rows.shape[0]
         rows = self._rows[:num_rows] if within else torch.arange(num_rows, device=counts.device)
         columns = (topk_ids + self._one).clamp_(0, self._num_experts + 1).mul_((rows < self._limit).unsqueeze(-1))
         columns = columns.view(columns.shape[0], -1)
         counts.scatter_add_(1, columns, self._one.expand(columns.shape))
+
+    def step_ended(self) -> None:
+        """Nothing is left to do: the device counts after the last layer."""
 
     def table(self) -> torch.Tensor:
         """Return a copy of the table on the host, after everything that was launched before the call.

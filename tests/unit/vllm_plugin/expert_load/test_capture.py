@@ -78,6 +78,7 @@ def worker_of(*layers: Layer, tensor_parallel_size: int = 1, **parallel: Any) ->
             model_config=model_config,
             parallel_config=parallel_config,
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
         ),
         parallel_config=parallel_config,
         device=torch.device("cpu"),

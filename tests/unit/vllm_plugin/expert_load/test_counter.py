@@ -14,7 +14,7 @@ from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter, Layerwi
 LAYERS = (1, 2, 5)
 EXPERTS = 6
 MAKERS: dict[str, Callable[[], ExpertCounter]] = {
-    "layerwise": lambda: LayerwiseCounter(LAYERS, EXPERTS),
+    "layerwise": lambda: LayerwiseCounter(LAYERS, EXPERTS, top_k=2, max_rows=9),
     "stepwise": lambda: StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"), max_rows=8),
 }
 
@@ -31,6 +31,7 @@ def counted(ids: torch.Tensor, limit: int) -> list[int]:
 def forward(counter: ExpertCounter, ids: Sequence[torch.Tensor]) -> None:
     for layer_id, each in zip(LAYERS, ids, strict=True):
         counter.capture(layer_id, each)
+    counter.step_ended()
 
 
 def counts_of(counter: ExpertCounter) -> list[list[int]]:
@@ -86,12 +87,13 @@ def test_a_step_without_rows_counts_nothing(make):
 
 @pytest.mark.thorough
 def test_a_compiled_forward_counts_as_the_plain_one():
-    # Two batch sizes, so that the graph has a dynamic one; the limit must be read when the graph runs. Traced and made
-    # functional as for Inductor, which compiles the counter for the servers of tests/vllm/test_serving_equals_stock.py.
-    counter = LayerwiseCounter(LAYERS, EXPERTS)
+    # Two batch sizes, so that the graph has a dynamic one. Traced and made functional as for Inductor, which compiles
+    # the counter for the servers of tests/vllm/test_serving_equals_stock.py.
+    counter = LayerwiseCounter(LAYERS, EXPERTS, top_k=2, max_rows=9)
 
     def forward_all(*ids: torch.Tensor) -> None:
-        forward(counter, ids)
+        for layer_id, each in zip(LAYERS, ids, strict=True):
+            counter.capture(layer_id, each)
 
     compiled = torch.compile(forward_all, fullgraph=True, dynamic=True, backend="aot_eager")
     expected = torch.zeros(len(LAYERS), EXPERTS, dtype=torch.int64)
@@ -99,8 +101,16 @@ def test_a_compiled_forward_counts_as_the_plain_one():
         ids = some_ids(rows, seed=rows)
         counter.count_rows(limit)
         compiled(*ids)
+        counter.step_ended()
         expected += torch.tensor([counted(each, limit) for each in ids])
     assert counts_of(counter) == expected.tolist()
+
+
+def test_layerwise_counts_a_router_that_chooses_fewer_experts_than_others():
+    counter, (first, second, third) = LayerwiseCounter(LAYERS, EXPERTS, top_k=2, max_rows=8), some_ids(4, seed=4)
+    counter.count_rows(3)
+    forward(counter, [first, second[:, :1], third])
+    assert counts_of(counter) == [counted(first, 3), counted(second[:, :1], 3), counted(third, 3)]
 
 
 def test_stepwise_counts_layers_of_different_shapes_and_a_step_that_lacks_some():

@@ -33,7 +33,7 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
-    counter = LayerwiseCounter((0,), EXPERTS)
+    counter = LayerwiseCounter((0,), EXPERTS, top_k=2, max_rows=4)
     writer = ExpertLoadWriter(
         counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
         path=part_path(tmp_path, 0), on_seen=lambda: None,
@@ -44,6 +44,7 @@ def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Pat
         table = read()
         counter.count_rows(3)
         counter.capture(0, IDS)
+        counter.step_ended()
         writer._steps += 1  # `stepped` would start the thread
         return table
 
@@ -59,13 +60,14 @@ def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    counter = LayerwiseCounter((0,), EXPERTS)
+    counter = LayerwiseCounter((0,), EXPERTS, top_k=2, max_rows=4)
     writer = ExpertLoadWriter(
         counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
         path=tmp_path / "file" / "expert_load" / "0.json", on_seen=lambda: None,
     )  # fmt: skip
     counter.count_rows(3)
     counter.capture(0, IDS)
+    counter.step_ended()
     for _ in range(3):
         writer.stepped()
         time.sleep(0.05)
@@ -107,8 +109,8 @@ def test_a_process_that_ends_lets_its_write_end_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["before the first step", "after a step"])
 def test_the_thread_ends_when_it_is_asked_to(moment: str, tmp_path: Path) -> None:
     writer = ExpertLoadWriter(
-        LayerwiseCounter((0,), EXPERTS), model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
-        path=part_path(tmp_path, 0), on_seen=lambda: None,
+        LayerwiseCounter((0,), EXPERTS, top_k=2, max_rows=4), model="m", layers=((0, "a"),),
+        since="2026-11-20T10:00:00+00:00", path=part_path(tmp_path, 0), on_seen=lambda: None,
     )  # fmt: skip
     before = set(threading.enumerate())
     writer.start()
@@ -123,7 +125,7 @@ def test_steps_since_the_last_write_are_written_when_the_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_load_writer, "INTERVAL_S", 600.0)
-    counter = LayerwiseCounter((0,), EXPERTS)
+    counter = LayerwiseCounter((0,), EXPERTS, top_k=2, max_rows=4)
     writer = ExpertLoadWriter(
         counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
         path=part_path(tmp_path, 0), on_seen=lambda: None,
@@ -131,6 +133,7 @@ def test_steps_since_the_last_write_are_written_when_the_process_ends(
     counter.count_rows(3)
     for step in (1, 2):
         counter.capture(0, IDS)
+        counter.step_ended()
         writer.stepped()
         if step == 1:
             eventually((tmp_path / LOAD_FILE).exists)
