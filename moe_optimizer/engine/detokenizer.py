@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from moe_optimizer.engine.sampling_params import SamplingParams
 
 _NUM_BEFORE = 5
@@ -18,13 +20,13 @@ class Detokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._params = params
         self._longest_stop = max((len(text) for text in params.stop), default=1)
-        self._stream = self._stream_behind(prompt_token_ids[-_NUM_BEFORE:])
+        self._stream = DecodeStream(prompt_token_ids[-_NUM_BEFORE:], params.skip_special_tokens)
 
-    def append(self, token_id: int) -> str | None:
+    def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; return the stop string that it completes, at which the text now ends."""
         before = len(self.text)
         self.text += self._step(token_id)
-        for stop in self._params.stop:
+        for stop in self._params.stop if may_stop else ():
             found = self.text.find(stop, max(0, before - self._longest_stop + 1))
             if found >= 0:
                 self.text = self.text[: found + (len(stop) if self._params.include_stop_str_in_output else 0)]
@@ -37,11 +39,6 @@ class Detokenizer:
         new, self.num_shown = self.text[self.num_shown : end], end
         return new
 
-    def _stream_behind(self, token_ids: list[int]) -> Any:
-        from tokenizers.decoders import DecodeStream
-
-        return DecodeStream(token_ids, self._params.skip_special_tokens)
-
     def _step(self, token_id: int) -> str:
         try:
             return self._stream.step(self._backend, token_id) or ""
@@ -49,5 +46,5 @@ class Detokenizer:
             if "Invalid prefix" not in str(error):
                 raise
             # A token that changes the text before it, in some byte-fallback vocabularies: begin again behind it.
-            self._stream = self._stream_behind([])
+            self._stream = DecodeStream([], self._params.skip_special_tokens)
             return self._stream.step(self._backend, token_id) or ""

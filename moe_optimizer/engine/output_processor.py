@@ -41,17 +41,17 @@ class OutputProcessor:
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
         group = sequence.group
         params, num_output_tokens = group.params, len(sequence.token_ids) - len(group.prompt_token_ids)
-        ends = token_id in group.end_token_ids and num_output_tokens >= params.min_tokens
+        may_stop = num_output_tokens >= params.min_tokens
+        ends = may_stop and token_id in group.end_token_ids
         if ends:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token_id if token_id in params.stop_token_ids else None
         if sequence.detokenizer is None and self.tokenizer is not None and params.detokenize:
             sequence.detokenizer = Detokenizer(self.tokenizer, group.prompt_token_ids, params)
         # The text of a token that ends the output is not part of it.
-        if sequence.detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            stop = sequence.detokenizer.append(token_id)
-            if stop is not None and num_output_tokens >= params.min_tokens:
-                sequence.finish_reason, sequence.stop_reason = "stop", stop
+        shown = sequence.detokenizer is not None and (not ends or params.include_stop_str_in_output)
+        if shown and (stop := sequence.detokenizer.append(token_id, may_stop=may_stop)) is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", stop
         if sequence.finish_reason is None and len(sequence.token_ids) == group.max_num_tokens:
             sequence.finish_reason = "length"
 

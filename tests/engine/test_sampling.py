@@ -207,8 +207,14 @@ def test_a_stop_string_ends_the_text(tiny_moe_llm: LLM, included: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, stop=[stop], include_stop_str_in_output=included)
     sample = tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
     end = free.text.index(stop)
-    assert sample.text == free.text[: end + len(stop)] if included else free.text[:end]
+    assert sample.text == free.text[: end + (len(stop) if included else 0)]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_string_before_min_tokens_is_part_of_the_text(tiny_moe_llm: LLM) -> None:
+    free = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=30, min_tokens=30, stop=[free.text[10:13]])
+    assert tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text == free.text
 
 
 def test_a_stop_token_ends_the_output(tiny_moe_llm: LLM) -> None:
