@@ -64,7 +64,7 @@ class AsyncLLM:
 
         try:
             for position, prompt in enumerate(prompts):
-                positions[self.add_request(prompt, params, priority=priority, deliver=deliver)] = position
+                positions[await self.add_request(prompt, params, priority=priority, deliver=deliver)] = position
             while positions:
                 output = await outputs.get()
                 if isinstance(output, Exception):
@@ -82,7 +82,7 @@ class AsyncLLM:
         final = params.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
         return [output async for output in self.generate(prompt, final, **options)][-1]
 
-    def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, deliver: Deliver) -> str:
+    async def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, deliver: Deliver) -> str:
         """Hand a request to the engine, its outputs to `deliver`; return its id.
 
         Raises:
@@ -90,13 +90,14 @@ class AsyncLLM:
             QueueFullError: too many wait.
             ServerFailedError: the engine has stopped.
         """
+        request_id = f"request-{next(self._ids)}"
+        # In a thread: others are not to wait for a long text.
+        group = await asyncio.to_thread(self.engine.make_group, request_id, prompt, params, priority)
         if len(self._readers) >= self._max_requests:
             raise QueueFullError(
                 f"got {len(self._readers)} requests under way, expected fewer than {self._max_requests}",
                 hint="try again later, or raise max_waiting_requests",
             )
-        request_id = f"request-{next(self._ids)}"
-        group = self.engine.make_group(request_id, prompt, params, priority)
         self._readers[request_id] = deliver
         self._commands.put(lambda: self.engine.add_group(group))
         # Behind the two lines above: an engine that stops either finds the reader, or is found stopped here.

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from moe_optimizer.arguments import Arguments
 from moe_optimizer.engine.attention.backend import BackendName
 from moe_optimizer.engine.weights import LoadFormat
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, described
 from moe_optimizer.inspection.hub import fetch_model, resolve_model
 from moe_optimizer.log import get_logger
 
@@ -86,13 +86,8 @@ class EngineArgs(Arguments):
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, expected at least max_num_seqs "
                 f"({self.max_num_seqs}): each running sequence computes one token a step"
             )
-        if self.async_scheduling and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"async_scheduling: got True with tensor_parallel_size {self.tensor_parallel_size}, expected one "
-                "process: the others are sent the tokens by the host"
-            )
-        if self.async_scheduling and not self.kv_cache:
-            raise ValueError("async_scheduling: got True without kv_cache, expected False: the host packs whole texts")
+        if self.async_scheduling and (self.tensor_parallel_size > 1 or not self.kv_cache):
+            raise ValueError("async_scheduling: got True, expected False with several processes or without kv_cache")
         return self
 
 
@@ -120,7 +115,10 @@ class EngineConfig:
             folder = resolve_model(args.model)
         else:
             folder = fetch_model(args.model, weights="*.bin" if args.load_format == "pt" else "*.safetensors")
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # noqa: BLE001  (each family's class checks as it likes)
+            raise InputError(f"{folder}/config.json: {described(error)}") from None
         device = _device(args.device, rank, args.tensor_parallel_size)
         max_model_len = args.max_model_len or hf_config.max_position_embeddings
         if max_model_len > hf_config.max_position_embeddings:

@@ -84,8 +84,7 @@ def _free_bytes(config: EngineConfig) -> int:
     if config.device.type != "cuda":
         return int(_SHARE_OF_HOST * psutil.virtual_memory().available)
     free, total = torch.cuda.mem_get_info(config.device)
-    # A step needs logits in float32 with the copies of a sampler, and some thirty activations as wide as the hidden
-    # state.
+    # A step needs logits in float32 with a sampler's copies, and some thirty activations as wide as the hidden state.
     logits = 5 * 4 * config.args.max_num_seqs * config.hf_config.vocab_size
     activations = 30 * 4 * config.args.max_num_batched_tokens * config.hf_config.hidden_size
     return int(free - (1 - config.args.gpu_memory_utilization) * total) - logits - activations

@@ -10,7 +10,7 @@ from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-from moe_optimizer.engine.tokenizer import chat_prompt, generation_defaults
+from moe_optimizer.engine.tokenizer import chat_text, generation_defaults
 from moe_optimizer.errors import InputError
 
 Message = dict[str, Any]
@@ -72,10 +72,11 @@ class LLM:
         **template_arguments: Any,
     ) -> list[RequestOutput]:
         """Return the answers to one conversation, or to several, through the model's chat template."""
-        if not isinstance(messages, Sequence):
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InputError(f"messages: got {messages!r}, expected a list of messages, or of conversations")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in conversations]
+        texts = [chat_text(self.llm_engine.tokenizer, each, **template_arguments) for each in conversations]
+        prompts = [self.llm_engine.encode(each, add_special_tokens=False) for each in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:

@@ -50,6 +50,7 @@ class LLMEngine:
         )  # fmt: skip
         self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
+        self._longest_text = size.max_model_len * max(map(len, self.tokenizer.get_vocab())) if self.tokenizer else 0
         self.outputs = OutputProcessor(self.tokenizer)
         self.groups: dict[str, SequenceGroup] = {}
         self.async_scheduling = config.async_scheduling
@@ -90,16 +91,14 @@ class LLMEngine:
         """
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if not isinstance(prompt, Sequences):
+        if not isinstance(prompt, Sequences) or isinstance(prompt, bytes):
             raise InputError(f"prompt: got {prompt!r}, expected text or token ids")
         if not isinstance(priority, int):
             raise InputError(f"priority: got {priority!r}, expected an integer")
         text = prompt if isinstance(prompt, str) else None
-        if text is not None and any("\ud800" <= each <= "\udfff" for each in text):
-            raise InputError("prompt: got a lone surrogate, expected text")
         if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        token_ids: list[Any] = list(prompt) if text is None else self.tokenizer.encode(text, verbose=False)
+        token_ids: list[Any] = list(prompt) if text is None else self.encode(text)
         self._check(token_ids, params.stop_token_ids)
         longest = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         return SequenceGroup(
@@ -108,6 +107,15 @@ class LLMEngine:
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
             priority=priority, arrival=next(self._arrivals),
         )  # fmt: skip
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Return the tokens of a text; one that is too long whatever they are is refused before seconds go into it."""
+        if len(text) > self._longest_text:
+            longest = f"{self._longest_text}, as long as {self.max_model_len} tokens (max_model_len) may be"
+            raise InputError(f"prompt: got {len(text)} characters, expected at most {longest}")
+        if any("\ud800" <= each <= "\udfff" for each in text):
+            raise InputError("prompt: got a lone surrogate, expected text")
+        return self.tokenizer.encode(text, verbose=False, **options)
 
     def add_group(self, group: SequenceGroup, *, parent: SequenceGroup | None = None) -> None:
         """Let a request of `make_group` wait for its turn, or go on from `parent`, which has all but its last token."""

@@ -1,8 +1,7 @@
 """`TorchSampler`: chooses the next token of each sequence, all of them at once, on its device.
 
 Where that is the device of the logits, nothing waits for it: with asynchronous scheduling it computes the step before.
-Legend: S sequences, R sequences of which log-probabilities are reported, V vocabulary, K candidates, B blocks of C
-tokens.
+Legend: S sequences, R those that report log-probabilities, V vocabulary, K candidates, B blocks of C tokens.
 """
 
 from operator import is_

@@ -4,37 +4,34 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.files import open_regular
 from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.tokenizer_files import find_tokenizer
+
+_WITHOUT = "skip_tokenizer_init=True takes and returns token ids"
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a folder."""
     from transformers import AutoTokenizer
 
-    # Transformers would wait for a writer if one of them were a pipe.
-    for path in folder.glob("*.json"):
-        with open_regular(path):
-            pass
+    if not find_tokenizer(folder):
+        # Transformers would make one of no tokens.
+        raise InputError(f"tokenizer: got {str(folder)!r}, expected a folder with tokenizer.json", hint=_WITHOUT)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"tokenizer: got {str(folder)!r}, expected a folder with tokenizer.json: {str(error).splitlines()[0]}",
-            hint="skip_tokenizer_init=True takes and returns token ids",
-        ) from None
+        raise InputError(f"tokenizer: {folder}: {str(error).splitlines()[0]}", hint=_WITHOUT) from None
     if not tokenizer.is_fast:
         raise UnsupportedError(f"tokenizer: got {type(tokenizer).__name__}, expected one with tokenizer.json")
     return tokenizer
 
 
-def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[int]:
+def chat_text(tokenizer: Any | None, messages: Any, **options: Any) -> str:
     """Return a conversation as the model's template writes it, by default up to where the answer begins."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise InputError("messages: got a conversation, and the model has no chat template", hint="use completions")
-    options = {"tokenizer_kwargs": {"verbose": False}, "add_generation_prompt": True, **options, "return_dict": False}
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options, "tokenize": False})
     except Exception as error:  # noqa: BLE001  (a template computes what it likes with messages and options)
         raise InputError(f"messages: {error}") from None
 

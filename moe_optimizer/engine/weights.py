@@ -52,8 +52,12 @@ def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tenso
                 continue
             with safe_open(path, framework="pt") as file:
                 yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  (no mapping)
-        except (pickle.UnpicklingError, RuntimeError, SafetensorError) as error:
-            raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
+        except pickle.UnpicklingError:
+            # Torch's own text tells how to let the file run code.
+            raise InputError(f"{path}: got other objects than tensors, or no file of torch") from None
+        except (RuntimeError, SafetensorError) as error:
+            said = f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}"
+            raise InputError(said, hint="the file may be cut off; download it again") from None
 
 
 def _files(folder: Path, single: str) -> list[Path]:

@@ -56,6 +56,16 @@ def events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def families(url: str) -> list[Any]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+
+
 def test_a_completion_is_what_the_engine_generates(url: str, tiny_moe_llm: LLM) -> None:
     reply = post(url, "completions", prompt=PROMPT, temperature=0, max_tokens=12).json()
     want = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
@@ -159,6 +169,56 @@ def test_bad_input_is_the_clients_mistake(url: str, path: str, body: dict[str, A
         assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_text_that_is_far_too_long_is_refused_without_being_cut_into_tokens(
+    url: str, llm: AsyncLLM, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "word " * 1_000_000
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", None)
+    reply = post(url, path, **({"prompt": text} if path == "completions" else {"messages": [user(text)]}))
+    assert reply.status_code == 400
+    assert "max_model_len" in reply.json()["error"]["message"]
+
+
+def test_a_text_that_takes_long_to_be_cut_into_tokens_holds_up_nobody_else(
+    url: str, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    encode = llm.engine.tokenizer.encode
+
+    def slow(text: str, **options: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return encode(text, **options)
+
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", slow)
+    replies: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: replies.append(post(url, "completions", prompt="x", max_tokens=1)))
+    asking.start()
+    assert begun.wait(60)
+    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    go_on.set()
+    asking.join()
+    assert replies[0].status_code == 200
+
+
+def test_a_refused_prompt_is_counted_once_and_not_as_an_abort(url: str) -> None:
+    def counts() -> list[float]:
+        names = ("request_failed_total", "request_aborted_total", "request_success_total")
+        values = {family.name: family.samples[0].value for family in families(url)}
+        return [values[f"moe_optimizer:{name.removesuffix('_total')}"] for name in names]
+
+    before = counts()
+    assert post(url, "completions", prompt=[[1], [99999]]).status_code == 400
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 0, 0]
+
+
+def test_metrics_are_read_by_prometheus_and_what_only_grows_is_a_counter(url: str) -> None:
+    for family in families(url):
+        totals = [sample.name for sample in family.samples if sample.name.endswith("_total")]
+        assert family.type == "counter" or not totals, totals
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_one_bad_prompt_ends_those_beside_it(url: str, llm: AsyncLLM, stream: bool) -> None:
     reply = post(url, "completions", prompt=["x", "x " * 5000], max_tokens=1500, ignore_eos=True, stream=stream)
@@ -198,7 +258,7 @@ CHAT = '"messages": [{"role": "user", "content": "x"}]'
         ("completions", "", "body"),
         ("completions", r'{"prompt": "x\ud800"}', "prompt"),
         ("completions", r'{"prompt": ["x", "x\ud800"]}', "prompt"),
-        ("chat/completions", r'{"messages": [{"role": "user", "content": "x\ud800"}]}', "content"),
+        ("chat/completions", r'{"messages": [{"role": "user", "content": "x\ud800"}]}', "surrogate"),
         ("completions", '{"prompt": [-1], "echo": true}', "token -1"),
         ("completions", '{"prompt": [99999999999999999999], "echo": true}', "token 9999"),
         ("completions", '{"prompt": "x", "stop": 5}', "stop"),

@@ -76,8 +76,10 @@ def test_a_torch_file_runs_no_code(folder: Path, tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"model.norm.weight": Harmful()}, folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin"):
+    with pytest.raises(InputError, match=r"pytorch_model\.bin") as refused:
         parameters(folder, load_format="pt")
+    # Torch's own text tells how to let it run.
+    assert "Weights only" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
 
 
@@ -137,6 +139,21 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(folder: Path, field: 
     path.write_text(json.dumps({**config, field: value}))
     with pytest.raises(UnsupportedError, match=word):
         parameters(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"model_type": "unheard-of"}', '{"model_type": "qwen3", "num_hidden_layers": "2"}'],
+)
+def test_a_configuration_that_is_none_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json"):
+        parameters(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_not_given_one(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "generation_config.json", "tokenizer.json"])

@@ -21,9 +21,6 @@ def model_class(config: Any) -> type[CausalLM]:
         )
     for name, expected in _SETTINGS.items():
         if (got := getattr(config, name, None)) != expected:
-            raise UnsupportedError(
-                f"config.json: {name}: got {got!r}, expected {expected!r}",
-                hint="vLLM serves more; quantization='fp8' converts the experts of a plain checkpoint while loading",
-            )
+            raise UnsupportedError(f"config.json: {name}: got {got!r}, expected {expected!r}", hint="vLLM serves more")
     module = import_module(f"{__package__}.{config.model_type}")
     return next(each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__)

@@ -20,7 +20,7 @@ from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.server.metrics import Metrics
 from moe_optimizer.engine.server.replies import Reply
 from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
-from moe_optimizer.engine.tokenizer import chat_prompt
+from moe_optimizer.engine.tokenizer import chat_text
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 
 _CLIENT_GONE = 499
@@ -59,7 +59,8 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         params, messages = body.sampling_params(defaults), [message.plain() for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
-        prompt = chat_prompt(llm.engine.tokenizer, messages, **options)
+        text = chat_text(llm.engine.tokenizer, messages, **options)
+        prompt = await asyncio.to_thread(llm.engine.encode, text, add_special_tokens=False)
         reply = Reply(model_name, chat=True, n=params.n, top_logprobs=params.logprobs or 0)
         return await answer([prompt], params, reply, body, request)
 
@@ -93,7 +94,6 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.exception_handler(MoeOptimizerError)
     async def _(_request: Request, error: MoeOptimizerError) -> Response:
-        metrics.counts["request_failed"].inc()
         unavailable = isinstance(error, (QueueFullError, ServerFailedError))
         status = 503 if unavailable else 400 if isinstance(error, ValueError) else 500
         return _error(status, f"{error}" + (f"; hint: {error.hint}" if error.hint else ""))

@@ -1,8 +1,8 @@
 """Defines the requests of the OpenAI API; any other field is for `SamplingParams` to know or refuse."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
 from moe_optimizer.errors import InputError
@@ -12,17 +12,6 @@ _NOT_VARIABLES = frozenset({
     "return_tensors", "tokenize", "tokenizer", "tokenizer_kwargs", "truncation",
 })  # fmt: skip
 """What the tokenizer takes beside the variables of a template. A client's own template could compute for ever."""
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("got a lone surrogate, expected text") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class ApiRequest(BaseModel):
@@ -61,7 +50,7 @@ class ApiRequest(BaseModel):
 class CompletionRequest(ApiRequest):
     """`POST /v1/completions`."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]] = Field(min_length=1)
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
@@ -76,7 +65,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Text | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as templates read it: parts of text as one text."""
