@@ -1,4 +1,4 @@
-"""Trains a Mixture-of-Experts model of 169 million parameters on one GPU, to judge formats of weights on it.
+"""Trains a Mixture-of-Experts model of 165 million parameters on one GPU, to judge formats of weights on it.
 
     python scripts/train_judged_moe.py DIR [--seconds 300] [--root FOLDER ...]
 
