@@ -69,8 +69,8 @@ def rank(
 ) -> Ranking:
     """Return the layouts that are allowed, ranked.
 
-    Servers over several machines are looked at only where no server in one fits: between machines the network is
-    slower than any link within.
+    Servers over several machines are looked at only where no server in one fits, or has room for half of its clients:
+    between machines the network is slower than any link within.
 
     Equal questions give equal rankings.
     """
@@ -79,7 +79,7 @@ def rank(
     each = question.gpus_per_machine
     possible = [layout for layout in candidates(question) if allowed(layout)]
     for over_machines in (False, True):
-        if fitting:
+        if any(each.waiting <= each.running for each in fitting):
             break
         for layout in possible:
             if (layout.devices_of_server > each) is not over_machines:

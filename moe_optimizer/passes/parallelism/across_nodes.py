@@ -50,6 +50,8 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
     if ctx.layout is not None and ctx.layout_choice is not None and ctx.layout_choice.pinned_by:
         wished = "pipeline" if ctx.layout.pipeline_parallel_size > 1 else "replicas"
         origin = ctx.layout_choice.pinned_by
+    # The search looks beyond a machine that holds the model where most clients would wait for room.
+    needs_room = wished == "auto" and ctx.layout is not None and ctx.layout.pipeline_parallel_size > 1
     if wished == "data_parallel":
         raise UnsupportedError(
             f"{origin}: copies over {nodes} machines (across_nodes: data_parallel): no layout of this kind is possible",
@@ -60,7 +62,7 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         data_parallel_size=split.data_parallel_size,
         expert_parallel=split.expert_parallel,
     ).fits
-    if wished == "replicas" or (wished == "auto" and holds):
+    if wished == "replicas" or (wished == "auto" and holds and not needs_room):
         why = f"one machine holds the model, so each of {nodes} serves by itself and nothing travels between them"
         if not holds:
             why = f"each of {nodes} machines serves by itself, as {origin} asks"
@@ -78,7 +80,11 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         )
     if nodes > ctx.model.num_layers:
         raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
-    why = "one machine does not hold the model" if not holds else f"as {origin} asks"
+    why = f"as {origin} asks"
+    if not holds:
+        why = "one machine does not hold the model"
+    elif needs_room:
+        why = "one machine holds the model, and has room for few of its clients beside it"
     larger = f"TP={split.tensor_parallel_size * nodes}"
     return AcrossNodes(
         split=dataclasses.replace(split, pipeline_parallel_size=nodes),

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
@@ -158,6 +161,17 @@ def test_two_machines_that_each_hold_the_model_serve_it_whole():
     assert plan.num_gpus == 16
     large = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16))
     assert choice_of(large).layout.pipeline_parallel_size == 2
+
+
+@pytest.mark.parametrize(("clients", "stages"), [(64, 1), (512, 2)])
+def test_machines_that_hold_the_model_share_it_where_most_clients_would_wait_for_room(tmp_path, clients, stages):
+    # A machine of eight H200 holds it, and the cache of 20 requests beside it.
+    shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / "kimi_k2.json", tmp_path / "config.json")
+    model = ModelInspector().inspect(tmp_path)
+    plan = make_plan(request(model, gpus("h200", 8), num_nodes=2, num_gpus=16, clients=clients))
+    assert choice_of(plan).layout.pipeline_parallel_size == stages
+    assert (plan.parallelism.pipeline_parallel_size, plan.parallelism.replicas) == (stages, 2 // stages)
+    assert plan.num_gpus == 16
 
 
 def test_copies_over_machines_are_for_who_asks_for_them_or_where_they_are_faster():
