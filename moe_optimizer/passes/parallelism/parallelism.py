@@ -116,7 +116,8 @@ class Parallelism(OptimizationPass):
             if ctx.layout_choice is not None:
                 larger = [each.layout for each in ctx.layout_choice.estimates[1:] if each.num_gpus > split.num_devices]
                 why = f": for {ctx.goal} {', '.join(larger)} would be worse" if larger else ""
-            warnings += (f"{unused} of {limit} GPUs stay unused with {_sizes(split)}{why}",)
+            there = "GPUs" if ctx.num_servers == 1 else "GPUs of each server"
+            warnings += (f"{unused} of {limit} {there} stay unused with {_sizes(split)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason
         few_gpus_ep = expert_parallel and ctx.device == "cuda" and split.num_devices <= _FEW_GPUS

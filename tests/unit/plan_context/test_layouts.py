@@ -147,6 +147,12 @@ def test_a_pinned_layout_that_does_not_fit_is_refused_and_no_other_is_served(lay
     assert "2 GPUs" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(("layout", "said"), [("tp1x2", "1 of 2 GPUs of each server"), ("tp2", "2 of 4 GPUs stay")])
+def test_gpus_that_a_pinned_layout_leaves_over_are_counted_where_they_lie(layout, said):
+    plan = planned(4, layout=layout, clients=64)
+    assert any(said in warning for warning in plan.warnings)
+
+
 def test_on_the_cpu_nothing_is_predicted_and_nothing_can_be_pinned():
     assert make_plan(request(tiny_moe(), cpu_machine())).layouts is None
     with pytest.raises(UnsupportedError):
