@@ -5,6 +5,7 @@ GB/GPU are weights.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 
@@ -31,7 +32,7 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield f"  {'layout':<12}{'TPOT ms':>8}{'TTFT ms':>8}{'tokens/s':>10}{'GB/GPU':>7}"
     most = max(each.tokens_per_s for each in choice.estimates)
     for each in choice.estimates:
-        yield from _rows(each, most, bar, width)
+        yield from _rows(each, each.why_not or _planned(choice), most, bar, width)
     if choice.other is not None:
         other = choice.other
         warning = ", more than 25 % from ours" if other.differs else ""
@@ -45,11 +46,11 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 
 
-def _rows(each: LayoutEstimate, most: float, bar_width: int, width: int) -> Iterator[str]:
+def _rows(each: LayoutEstimate, why: str, most: float, bar_width: int, width: int) -> Iterator[str]:
     filled = max(1, round(bar_width * each.tokens_per_s / most)) if bar_width else 0
     bar = "  " + "#" * filled + "." * (bar_width - filled) if bar_width else " "
     figures = f"{each.tpot_ms:>8.2f}{each.ttft_ms:>8.0f}{each.tokens_per_s:>10,.0f}{each.weight_bytes / 1e9:>7.1f}"
-    row, why = f"  {each.layout:<12}{figures}{bar}", each.why_not or _planned(each)
+    row = f"  {each.layout:<12}{figures}{bar}"
     if len(row) + 1 + len(why) <= width:
         yield f"{row} {why}"
     else:
@@ -57,8 +58,12 @@ def _rows(each: LayoutEstimate, most: float, bar_width: int, width: int) -> Iter
         yield from textwrap.wrap(why, width, initial_indent="      ", subsequent_indent="      ")
 
 
-def _planned(chosen: LayoutEstimate) -> str:
+def _planned(choice: LayoutChoice) -> str:
+    chosen = choice.estimate
     notes = [waiting_in_words(chosen.waiting, chosen.running)] if chosen.waiting else []
+    # Only what is pinned is planned all the same.
+    notes += ["TTFT above its limit"] if chosen.ttft_ms > (choice.ttft_limit_ms or math.inf) else []
+    notes += ["TPOT above its limit"] if chosen.tpot_ms > (choice.tpot_limit_ms or math.inf) else []
     notes += ["bound by the front end"] if chosen.front_end_share == 1 else []
     return "; ".join(["planned", *notes])
 

@@ -99,6 +99,14 @@ def test_a_pinned_layout_is_planned_whatever_the_goal_and_the_profile_say():
     assert plan.parallelism.tensor_parallel_size == 2
 
 
+def test_a_pinned_layout_that_misses_a_limit_is_said_to():
+    choice = choice_of(planned(layout="tp2x4", clients=64, ttft_ms=10_000.0, tpot_ms=1.0))
+    rows = "\n".join(layout_lines(choice, 100)).splitlines()
+    (row,) = (row for row in rows if row.strip().startswith("tp2x4"))
+    assert "TPOT above" in row
+    assert "TTFT above" not in row
+
+
 def test_prefill_and_decode_apart_can_be_pinned():
     plan = planned(4, layout="tp2pd")
     assert plan.decision("disaggregation").status is Status.ON
