@@ -93,7 +93,8 @@ def _rendered_oracle(report: OracleReport) -> str:
 
 
 def _rendered_generations(report: GenerationsReport) -> str:
-    return "\n".join([*report.changed, f"{report.outputs} outputs, {len(report.changed)} changed"])
+    said = "kept" if report.saved else f"{len(report.changed)} changed"
+    return "\n".join([*report.changed, f"{report.outputs} outputs, {said}"])
 
 
 app = typer.Typer(

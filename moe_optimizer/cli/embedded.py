@@ -14,6 +14,7 @@ from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from moe_optimizer.cli.progress import ProgressLines
+    from moe_optimizer.cli.settings import Settings
     from moe_optimizer.launcher.run_folder import RunFolder
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.plan_context.request import PlanRequest
@@ -64,16 +65,18 @@ def _why_not_vllm(request: PlanRequest) -> str:
     return ""
 
 
-def check_can_serve_here(plan: Plan) -> None:
+def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     """Refuse what is known to fail before the model is loaded.
 
     Raises:
-        InputError: weights are missing.
+        InputError: the plan is for another machine, or weights are missing.
         UnsupportedError: a package is missing.
     """
     from moe_optimizer.cli.engine_checks import missing_packages
-    from moe_optimizer.cli.preflight import check_weights
+    from moe_optimizer.cli.preflight import check_same_hardware, check_weights
 
+    if plan.hardware.origin == "named":
+        check_same_hardware(plan, settings)
     absent = missing_packages()
     if absent:
         raise UnsupportedError(

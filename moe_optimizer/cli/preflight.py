@@ -21,14 +21,15 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
         UnsupportedError: vLLM is not installed, or built for other hardware than the plan's.
     """
     if plan.hardware.origin == "named":
-        _check_same_hardware(plan, settings)
+        check_same_hardware(plan, settings)
     _check_vllm(plan)
     _check_model_type(plan)
     check_weights(plan)
     _check_tokenizer(plan)
 
 
-def _check_same_hardware(plan: Plan, settings: Settings) -> None:
+def check_same_hardware(plan: Plan, settings: Settings) -> None:
+    """Refuse a plan for named hardware that is not this machine's."""
     from moe_optimizer.inspection.hardware_probe import probe_hardware
 
     here, planned = probe_hardware(), plan.hardware

@@ -46,7 +46,7 @@ def command(options: ServeOptions) -> messages.Output | int:
             if options.restart:
                 raise UnsupportedError("--restart: the embedded engine serves in this process, which ends with it")
             plan = planning.decide(settings, request)
-            embedded.check_can_serve_here(plan)
+            embedded.check_can_serve_here(plan, settings)
             return embedded.serve(plan, run_dir=run_dir, progress=lines, as_json=options.json)
         if not settings.disabled:
             # Measured after every check that could refuse the start.

@@ -79,7 +79,11 @@ def compare(folder: Path, *, layer: int | None = None, text: str = _TEXT) -> Com
         steps=steps,
         findings=findings,
         pattern=_picture(comparison.patterns[layer or 0][0]),
-        weights=tuple(_statistics(name, each.data) for name, each in comparison.ours.named_parameters()),
+        weights=tuple(
+            _statistics(name, each.data)
+            for name, each in comparison.ours.named_parameters()
+            if layer is None or ".layers." not in name or f".layers.{layer}." in name
+        ),
     )
 
 

@@ -22,6 +22,8 @@ class GenerationsReport:
     """The output of `debug generations --json`."""
 
     outputs: int
+    saved: bool
+    """Whether they were kept; else they were compared."""
     changed: tuple[str, ...]
     """Each output that differs: its prompt, the first token that does, before and now."""
 
@@ -46,8 +48,8 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
         }
     if save is not None:
         write_atomically(save.expanduser(), json.dumps(found, indent=1) + "\n")
-        return GenerationsReport(outputs=len(found), changed=())
-    return GenerationsReport(outputs=len(found), changed=tuple(_changes(before or {}, found)))
+        return GenerationsReport(outputs=len(found), saved=True, changed=())
+    return GenerationsReport(outputs=len(found), saved=False, changed=tuple(_changes(before or {}, found)))
 
 
 def _kept(path: Path) -> dict[str, list[int]]:

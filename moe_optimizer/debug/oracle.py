@@ -158,8 +158,8 @@ def _token_id(token: str) -> int:
 
 def _asked(url: str, body: dict[str, Any] | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:

@@ -98,7 +98,8 @@ def _weight_files(folder: Path) -> list[Path] | None:
     if not shards and pickles:
         raise UnsupportedError(
             f"{pickles[0]}: pickled weights, expected safetensors",
-            hint="loading a pickle runs code from it; convert the weights to safetensors",
+            hint="loading a pickle runs code from it; convert the weights to safetensors. Tensors alone are read by: "
+            "python -m moe_optimizer.cli.engine_server --load-format pt --model FOLDER",
         )
     index = "model.safetensors.index.json"
     if index in names:

@@ -82,7 +82,10 @@ class Parallelism(OptimizationPass):
                 hint="give one of them",
             )
         warnings, limit = _ignored_wishes(ctx), _device_limit(ctx)
-        if limit > 1:
+        if ctx.request.engine == "embedded" and ctx.asked_sizes[0]:
+            # Its own arguments: it reads them after the plan.
+            warnings = ()
+        elif limit > 1:
             warnings += (f"{limit - 1} of {limit} GPUs stay unused: parallelism is {reason}",)
         return self.decision(ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_ONE_DEVICE, warnings=warnings)
 

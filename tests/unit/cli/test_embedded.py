@@ -80,6 +80,21 @@ def test_a_length_that_only_vllm_can_go_beyond_is_refused_without_saying_how() -
     assert caught.value.hint is None
 
 
+def test_processes_given_to_the_engine_are_not_said_to_stay_out() -> None:
+    given = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+    found, _ = embedded.with_engine(asked("embedded", hardware=gpus("h200", 2), vllm_args=given))
+    assert not make_plan(found).warnings
+
+
+def test_hardware_that_is_not_here_is_refused_as_for_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedded, "serve", lambda *_, **__: ExitCode.OK)
+    words = ["serve", "--model", str(TINY_MOE), "--engine", "embedded", "--hardware", "h100_sxm"]
+    assert main(words) == ExitCode.BAD_INPUT
+    assert "--hardware" in capsys.readouterr().err
+
+
 def test_an_optimization_of_vllm_is_refused() -> None:
     with pytest.raises(InputError, match="--enable-fp8"):
         embedded.with_engine(asked("embedded", wishes=resolve_wishes(["fp8"], [])))

@@ -98,6 +98,7 @@ def test_the_bundled_model_has_nothing_that_differs() -> None:
     assert {finding.name for finding in report.findings} >= {"tokenizer round trip", "generated tokens", "KV cache"}
     assert len(report.pattern) == 24
     assert all(weights.std > 0 for weights in report.weights if "norm" not in weights.name)
+    assert {each.name.split(".")[2] for each in report.weights if ".layers." in each.name} == {"0"}
 
 
 def finding(report: CompareReport, name: str) -> Finding:
@@ -111,7 +112,7 @@ def test_statistics_of_a_weight_are_those_of_its_values(tmp_path: Path) -> None:
     values = torch.zeros_like(tensors[name])
     values[0, 0], values[0, 1] = 3, -5
     save_file({**tensors, name: values}, folder / "model.safetensors")
-    weights = {each.name: each for each in compare(folder, layer=0).weights}[name]
+    weights = {each.name: each for each in compare(folder, layer=2).weights}[name]
     count = values.numel()
     mean = -2 / count
     assert weights.mean == pytest.approx(mean)
@@ -264,9 +265,10 @@ def test_the_first_wrong_token_of_a_server_is_named(server_url: str) -> None:
     assert {line.partition(":")[0] for line in report.layers} == {"Attention", "MoE", "RMSNorm"}
 
 
-def test_a_server_that_is_not_there_is_an_error_of_the_user() -> None:
-    with pytest.raises(InputError, match="http://127"):
-        oracle("http://127.0.0.1:9", TINY_MOE)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:8000", "nothing"])
+def test_a_server_that_is_not_there_is_an_error_of_the_user(url: str) -> None:
+    with pytest.raises(InputError, match=url):
+        oracle(url, TINY_MOE)
 
 
 def test_what_a_server_says_against_the_question_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
