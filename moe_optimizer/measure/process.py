@@ -87,7 +87,8 @@ def run_measurement(
         return last["result"]
     if expired.is_set():
         raise MeasurementError(f"not done after {timeout_s:.0f} s")
-    raise MeasurementError(f"exit {code}: {last_words}")
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+    raise MeasurementError(f"{how}: {last_words}")
 
 
 @contextlib.contextmanager

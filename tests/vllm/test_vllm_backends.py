@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from moe_optimizer.inspection.kernel_speeds import read_tables
+from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
+from moe_optimizer.measure.process import run_measurement
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion, TokenSpeeds
 
 if TYPE_CHECKING:  # imported by the tests: every test worker collects this file, and one imports vLLM for it
@@ -34,6 +38,17 @@ def portable(*_: Any) -> Backends:
     from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends
 
     return Backends("cpu", {"portable": (UnquantizedMoeBackend.CPU, CPUUnquantizedExperts)}, {"triton": "no GPU"})
+
+
+def test_vllms_kernel_for_bf16_is_timed_in_a_process_that_has_computed_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "tables.json"
+    request = SpeedRequest(device="cpu", questions=(QUESTION,), seconds=1.0, cores=(0,), tables=str(path))
+    # A process of its own: with AMX a kernel that runs before others have asked the system for it ends the process.
+    run_measurement(
+        "moe_optimizer.measure.kernel_speeds.measurement", request, on_step=lambda *_: None, log=tmp_path / "log"
+    )
+    (table,) = read_tables(path)
+    assert all(row.stock_us > 0 and row.ours_us for row in table.rows)
 
 
 def test_each_backend_for_such_weights_that_vllm_refuses_is_there_with_its_reason(layer: MeasuredLayer) -> None:

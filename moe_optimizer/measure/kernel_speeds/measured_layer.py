@@ -42,6 +42,16 @@ _CPU_BYTES = 512 << 20
 _CPU_SPARE_EXPERTS = 4
 
 
+def _ask_for_amx() -> None:
+    """Have torch multiply in BF16: where the processor has AMX, it first asks the system to let this process use it.
+
+    vLLM's expert kernel uses it without asking, because in a worker other layers have come before. The system ends a
+    process that did not ask.
+    """
+    ones = torch.ones(32, 32, dtype=torch.bfloat16)
+    ones.mm(ones)
+
+
 class MeasuredLayer:
     """The weights of one layer, and functions that run it.
 
@@ -51,6 +61,8 @@ class MeasuredLayer:
     """
 
     def __init__(self, question: SpeedQuestion, *, device: str, seed: int) -> None:
+        if device == "cpu":
+            _ask_for_amx()
         self.shape = question.shape if device == "cuda" else fewer_experts(question)
         self.device = device
         self.dtype = DTYPES.get(question.weights, torch.bfloat16)

@@ -59,6 +59,14 @@ def test_a_process_that_dies_in_the_middle_of_an_event_leaves_its_last_words(
         run(tmp_path, program, monkeypatch)
 
 
+def test_a_process_that_the_system_ends_is_said_with_its_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import signal\nprint('multiplying', flush=True)\nos.kill(os.getpid(), signal.SIGILL)\n"
+    with pytest.raises(MeasurementError, match=r"signal SIGILL: multiplying"):
+        run(tmp_path, program, monkeypatch)
+
+
 def test_a_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "open('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     monkeypatch.chdir(tmp_path)
