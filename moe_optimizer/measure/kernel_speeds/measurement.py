@@ -152,9 +152,6 @@ def _prepare(request: SpeedRequest) -> None:
 
     if request.device == "cpu":
         torch.set_num_threads(len(request.cores))
-        # Linux wants to be asked before the first AMX instruction. In a worker oneDNN has asked by the time that
-        # vLLM's experts use it.
-        torch.cpu._init_amx()
         return
     from vllm.v1.worker.workspace import init_workspace_manager
 

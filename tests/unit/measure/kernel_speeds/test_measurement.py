@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -153,21 +151,3 @@ def test_a_vllm_that_tells_nothing_of_its_backends_leaves_ours_measured(
     (table,), _ = measure(FP8, seconds=100.0)
     assert table.is_final
     assert "no such oracle" in table.unavailable["other"]
-
-
-AMX_PERMISSION = """
-import ctypes
-from types import SimpleNamespace
-from moe_optimizer.measure.kernel_speeds import measurement
-
-measurement._prepare(SimpleNamespace(device="cpu", cores=(0,)))
-granted = ctypes.c_uint64()
-ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted))  # arch_prctl(ARCH_GET_XCOMP_PERM)
-assert granted.value >> 18 & 1  # the tiles' data
-"""
-
-
-@pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor with AMX")
-def test_a_process_that_measures_on_a_cpu_may_use_amx_as_a_worker_may():
-    # A process of its own: a fork has what this one was granted.
-    subprocess.run([sys.executable, "-c", AMX_PERMISSION], check=True)
