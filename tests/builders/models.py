@@ -118,7 +118,7 @@ def _expert_format(method: str | None, experts: int) -> str:
 
 
 def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:
-    return shaped_model(**({"name": name, "head_norms": True} | changes))
+    return shaped_model(name=name, head_norms=True, **changes)
 
 
 def qwen3_30b_a3b_fp8() -> ModelSpec:
