@@ -167,7 +167,7 @@ class Supervisor:
             stock = last_stock_start(self._plan)
             if stock is not None:
                 self._echo(f"phases of this start, and of stock vLLM's last one here ({stock.in_words()})")
-            for line in (*render_phases(phases, stock and stock.phases_s), ""):
+            for line in (*render_phases(phases, None if stock is None else stock.phases_s), ""):
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
         self._served.begin(
