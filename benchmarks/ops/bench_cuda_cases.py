@@ -43,6 +43,7 @@ SHAPES = {
         Shape("olmoe-1b-7b", 2048, 1024, 64, 8),
         Shape("mixtral-8x7b-tp4", 4096, 3584, 8, 2),
         Shape("mixtral-8x7b-tp2", 4096, 7168, 8, 2),
+        Shape("mixtral-8x7b-ep2", 4096, 14336, 4, 2, 8),
         Shape("qwen3-235b-a22b-tp4", 4096, 384, 128, 8),
         Shape("qwen3-235b-a22b-tp8", 4096, 192, 128, 8),
         Shape("qwen3-235b-a22b-ep8", 4096, 1536, 16, 8, 128),
