@@ -69,7 +69,8 @@ def generations(options: GenerationsOptions) -> messages.Output:
 def _rendered_compare(report: CompareReport) -> str:
     lines = [f"{'same' if step.same else 'DIFFERS':<8}{step.difference:<10.2g}{step.name}" for step in report.steps]
     lines += [f"{'same' if each.same else 'DIFFERS':<18}{each.name}: {each.detail}" for each in report.findings]
-    lines += ["", "what each token attends to (first head):", *(f"  {line}" for line in report.pattern), ""]
+    lines += ["", "what each token, a line, attends to in the first head, from . (little) to @ (all):"]
+    lines += [*(f"  {line}" for line in report.pattern), ""]
     lines += [
         f"{each.name}: mean {each.mean:.2g}, std {each.std:.2g}, largest {each.largest:.2g}, zero {each.zeros:.0%}"
         for each in report.weights

@@ -49,7 +49,7 @@ class LLMEngine:
             chunked_prefill=args.enable_chunked_prefill, continuous_batching=args.continuous_batching,
         )  # fmt: skip
         self.max_model_len = size.max_model_len
-        self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
+        self.tokenizer: Any = load_tokenizer(config.tokenizer_folder) if config.tokenizer_folder else None
         self._longest_text = size.max_model_len * max(map(len, self.tokenizer.get_vocab())) if self.tokenizer else 0
         self.outputs = OutputProcessor(self.tokenizer)
         self.groups: dict[str, SequenceGroup] = {}

@@ -54,7 +54,7 @@ class SamplingParams(Arguments):
     frequency_penalty: Penalty = 0.0
     """Subtracted once for each time the token is in the output."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    """Makes the request's samples the same in every batch; sample i uses seed + i."""
+    """Makes the request's samples the same in every batch, up to rounding; sample i uses seed + i."""
     max_tokens: int | None = Field(default=16, ge=1)
     """None is as many as fit the context."""
     min_tokens: int = Field(default=0, ge=0)
