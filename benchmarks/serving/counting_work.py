@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,8 +34,9 @@ def added_work(batch: int, *, num_experts: int, top_k: int) -> dict[str, float]:
     writer = ExpertLoadWriter(
         counter, model="", layers=(), since="2026-01-01T00:00:00Z", path=None, on_seen=lambda: None
     )
-    # No activation: it is told of failures only.
-    counting = Counting(cast("Any", None), counter, writer)
+    # Of a session it reads whether the launcher still warms up, and tells it failures.
+    session = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no launcher warms up here")
+    counting = Counting(cast("Any", session), counter, writer)
     scheduled = SimpleNamespace(total_num_scheduled_tokens=batch)
 
     def step() -> None:
