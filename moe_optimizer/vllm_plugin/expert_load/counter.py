@@ -37,7 +37,7 @@ class LayerwiseCounter:
         # The layers' memory lies side by side, yet to torch they are different storages.
         self._kept = {layer_id: torch.from_numpy(self._ids[place]) for place, layer_id in enumerate(layer_ids)}
         self._counts = np.zeros((len(layer_ids), num_experts + 2), np.int64)
-        self._first_columns = np.arange(len(layer_ids))[:, None, None] * self._counts.shape[1]
+        self._first_columns = np.arange(len(layer_ids))[:, None, None] * self._counts.shape[1] + 1
 
     def count_rows(self, num_rows: int) -> None:
         """Let the next `step_ended` count the first `num_rows` rows."""
@@ -49,7 +49,9 @@ class LayerwiseCounter:
 
     def step_ended(self) -> None:
         """Count what the layers of this step have kept."""
-        columns = np.clip(self._ids[:, : self._num_rows], -1, self._num_experts) + (self._first_columns + 1)
+        # Of few ids numpy's clip takes 10 us longer.
+        ids = np.minimum(np.maximum(self._ids[:, : self._num_rows], -1), self._num_experts)
+        columns = ids + self._first_columns
         self._counts += np.bincount(columns.ravel(), minlength=self._counts.size).reshape(self._counts.shape)
 
     def table(self) -> torch.Tensor:
