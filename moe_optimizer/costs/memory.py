@@ -36,8 +36,9 @@ _DRIVER_RESERVE = 512 * MIB
 # (NCCL channels and the custom all-reduce buffers).
 _NON_TORCH_ONE = round(0.13 * GIB)
 _NON_TORCH_GROUP = round(0.55 * GIB)
-# assumed: captured CUDA graphs with vLLM's default capture sizes. Public logs show 17 to 29 MiB a layer.
-_GRAPH_PER_LAYER = 25 * MIB
+GRAPH_BYTES_PER_LAYER = 25 * MIB
+"""Assumed: captured CUDA graphs. Public logs show 17 to 29 MiB a layer with vLLM's default sizes; an H100 took 13 MiB
+for these, and 20 for those that plans add for prompts (benchmarks/records/2026-11-26_h100_balanced_chat.json)."""
 # Seen on one worker of vLLM 0.32's CPU build after its warm-up: 0.69 GiB resident besides weights and cache.
 _CPU_PROCESS = round(0.75 * GIB)
 # Read from the source of vLLM 0.26 to 0.33: steps whose load EPLB keeps unless told otherwise, and the replicas of one
@@ -154,7 +155,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     reserve = round(_DRIVER_RESERVE * request.gpu_memory_utilization)
     communication = _NON_TORCH_ONE if _alone(request) else _NON_TORCH_GROUP
     layers = math.ceil(request.model.num_layers * _stage_share(request))
-    graphs = layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
+    graphs = layers * GRAPH_BYTES_PER_LAYER if request.cuda_graphs else 0
     return reserve + communication + graphs + _load_balancer_bytes(request)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_optimizer.costs.memory import GRAPH_BYTES_PER_LAYER
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.layouts.constants import PROMPT_LEDGER
 from moe_optimizer.layouts.step import StepModel, Tokens
@@ -62,7 +64,7 @@ class GraphCapture(OptimizationPass):
     name = "graph_capture"
     flag = "graph-capture"
     title = "CUDA graphs for every planned batch size, and for steps that read prompts"
-    limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
+    limits = "more graphs cost memory and start-up time"
     no_gain = "how long a step that only decodes waits for launches without a graph is in no record"
 
     def why_not(self, ctx: PlanContext) -> str:
@@ -100,6 +102,8 @@ class GraphCapture(OptimizationPass):
         else:
             size, reason, fields = _chosen(ctx, batch, 1 + (drafting.draft_tokens if drafting else 0))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
+        layers = math.ceil(ctx.model.num_layers / ctx.parallelism.pipeline_parallel_size)
+        reason += f"; the graphs take about {layers * GRAPH_BYTES_PER_LAYER / 1e9:.1f} GB of each GPU"
         unit = " tokens" if drafting else ""
         warning = f"graph_capture: a batch of {batch}{unit} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
