@@ -91,13 +91,10 @@ class AsyncLLM:
             ServerFailedError: the engine has stopped.
         """
         request_id = f"request-{next(self._ids)}"
+        self._check_room()
         # In a thread: others are not to wait for a long text.
         group = await asyncio.to_thread(self.engine.make_group, request_id, prompt, params, priority)
-        if len(self._readers) >= self._max_requests:
-            raise QueueFullError(
-                f"got {len(self._readers)} requests under way, expected fewer than {self._max_requests}",
-                hint="try again later, or raise max_waiting_requests",
-            )
+        self._check_room()  # others may have come meanwhile
         self._readers[request_id] = deliver
         self._commands.put(lambda: self.engine.add_group(group))
         # Behind the two lines above: an engine that stops either finds the reader, or is found stopped here.
@@ -117,6 +114,11 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join()
         self.engine.shutdown()
+
+    def _check_room(self) -> None:
+        if (under_way := len(self._readers)) >= self._max_requests:
+            said = f"got {under_way} requests under way, expected fewer than {self._max_requests}"
+            raise QueueFullError(said, hint="try again later, or raise max_waiting_requests")
 
     def _run(self) -> None:
         failure = "it was shut down"

@@ -109,10 +109,9 @@ class LLMEngine:
         )  # fmt: skip
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """Return the tokens of a text; one that is too long whatever they are is refused before seconds go into it."""
-        if len(text) > self._longest_text:
-            longest = f"{self._longest_text}, as long as {self.max_model_len} tokens (max_model_len) may be"
-            raise InputError(f"prompt: got {len(text)} characters, expected at most {longest}")
+        """Return the tokens of a text. One that is longer than the longest tokens together is not read at all."""
+        if len(text) > (most := self._longest_text):
+            raise InputError(f"prompt: got {len(text)} characters, expected at most {most} (max_model_len)")
         if any("\ud800" <= each <= "\udfff" for each in text):
             raise InputError("prompt: got a lone surrogate, expected text")
         return self.tokenizer.encode(text, verbose=False, **options)

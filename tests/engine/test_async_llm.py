@@ -124,6 +124,15 @@ def test_more_requests_than_may_wait_are_refused() -> None:
     assert all(isinstance(result, (RequestOutput, QueueFullError)) for result in results)
 
 
+def test_a_request_that_finds_no_room_is_refused_before_its_text_is_cut_into_tokens(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "_max_requests", 0)
+    monkeypatch.setattr(llm.engine, "make_group", None)
+    with pytest.raises(QueueFullError):
+        asyncio.run(llm.add_request([1], params(1), deliver=lambda _: None))
+
+
 def test_a_failing_engine_ends_every_request() -> None:
     engine = paper_engine()
     llm = start(engine)
