@@ -49,10 +49,12 @@ class LayerwiseCounter:
 
     def step_ended(self) -> None:
         """Count what the layers of this step have kept."""
+        kept = self._ids[:, : self._num_rows]
         # Of few ids numpy's clip takes 10 us longer.
-        ids = np.minimum(np.maximum(self._ids[:, : self._num_rows], -1), self._num_experts)
-        columns = ids + self._first_columns
+        columns = np.minimum(np.maximum(kept, -1), self._num_experts) + self._first_columns
         self._counts += np.bincount(columns.ravel(), minlength=self._counts.size).reshape(self._counts.shape)
+        # A layer that does not run in the next step, or chooses fewer experts, is not counted again.
+        np.minimum(kept, -1, out=kept)
 
     def table(self) -> torch.Tensor:
         """Return a copy of the table: int64 [L, E + 2]. A layer that ran, in a step or not, has a count in column 0."""

@@ -113,6 +113,16 @@ def test_layerwise_counts_a_router_that_chooses_fewer_experts_than_others():
     assert counts_of(counter) == [counted(first, 3), counted(second[:, :1], 3), counted(third, 3)]
 
 
+def test_layerwise_counts_a_layer_that_a_step_lacks_no_second_time():
+    counter, (first, second, third) = LayerwiseCounter(LAYERS, EXPERTS, top_k=2, max_rows=8), some_ids(4, seed=5)
+    counter.count_rows(4)
+    forward(counter, [first, second, third])
+    counter.capture(LAYERS[0], first)
+    counter.step_ended()
+    twice = [2 * count for count in counted(first, 4)]
+    assert counts_of(counter) == [twice, counted(second, 4), counted(third, 4)]
+
+
 def test_stepwise_counts_layers_of_different_shapes_and_a_step_that_lacks_some():
     counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"), max_rows=8)
     counter.count_rows(8)
