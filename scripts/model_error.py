@@ -30,8 +30,8 @@ Written by `scripts/model_error.py` from the records named below: random weights
 is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
 predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
-one in brackets: under some load of that start tokens came in pairs, two steps apart, so what sends or reads them was
-held up by something else on the host. How a prediction is made: [layouts](layouts.md).
+one in brackets: under some load of that start tokens came in pairs, two steps apart, so what sends or reads them could
+not follow. That something else on the host held it up is inferred. How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
@@ -90,7 +90,7 @@ def page(found: list[Case]) -> str:
     for words, summed in (("mean error", statistics.mean), ("median error", statistics.median), ("largest error", max)):
         figures = [summed([abs(error) for error, _ in each]) for each in errors.values()]
         lines.append(f"| {words} | {' | '.join(f'{figure:.1%}' for figure in figures)} |")
-    lines += ["", *_pass_table(found), "", *_choice_table(found), "", "The worst cases:", ""]
+    lines += ["", *_held_up(found), *_pass_table(found), "", *_choice_table(found), "", "The worst cases:", ""]
     for what, pairs in errors.items():
         worst = sorted(pairs, key=lambda pair: -abs(pair[0]))[:3]
         lines += [
@@ -118,6 +118,17 @@ def page(found: list[Case]) -> str:
     ]
     lines += [_row(case) for case in found]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def _held_up(found: list[Case]) -> list[str]:
+    """Return what the errors would be with the cases in brackets, where there are any."""
+    if not any(case.load.held_up for case in found):
+        return []
+    counted = [case for case in found if not case.fitted]
+    rates = [abs(case.rate_error) for case in counted if case.rate_error is not None]
+    means = {"TPOT": [abs(case.tpot_error) for case in counted], "tokens/s": rates}
+    words = [f"{statistics.mean(each):.1%} of {name}, {max(each):.1%} at most" for name, each in means.items() if each]
+    return [f"With the cases in brackets the mean error is {'; '.join(words)}.", ""]
 
 
 def _row(case: Case) -> str:
