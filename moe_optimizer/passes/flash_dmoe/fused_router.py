@@ -11,8 +11,6 @@ from moe_optimizer.plan_context.context import PlanContext
 OP = "gate_topk"
 MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
-
-
 _RECORD = "benchmarks/records/2026-11-26_h100_one_client.json"
 
 
