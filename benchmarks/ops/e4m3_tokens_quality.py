@@ -130,11 +130,13 @@ def texts(folder: Path) -> dict[str, Tensor]:
 def main() -> int:
     """Measure, print a table, and keep the record."""
     parser = parser_of(__doc__, write=True, commit=True)
-    parser.add_argument("--model", type=Path, default=TINY_MOE, metavar="DIR")
+    parser.add_argument("--model", type=lambda text: Path(text).resolve(), default=TINY_MOE, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the record of another model than the bundled one")
     options = parser.parse_args()
-    machine, windows = host(os.getloadavg()[0]), texts(options.model)
     bundled = options.model == TINY_MOE
+    if options.write and not bundled:
+        parser.error("--write: got --model too, expected --out: the record it would write is the bundled model's")
+    machine, windows = host(os.getloadavg()[0]), texts(options.model)
     environment = machine if bundled else gpu_environment()
     trained = {} if bundled else json.loads((options.model / "metrics.json").read_text(encoding="utf-8"))
     record: dict[str, Any] = {
