@@ -79,7 +79,7 @@ def rank(
     each = question.gpus_per_machine
     possible = [layout for layout in candidates(question) if allowed(layout)]
     for over_machines in (False, True):
-        if any(each.waiting <= each.running for each in fitting):
+        if any(found.waiting <= found.running for found in fitting):
             break
         for layout in possible:
             if (layout.devices_of_server > each) is not over_machines:

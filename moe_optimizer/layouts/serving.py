@@ -153,7 +153,7 @@ class _Loop:
         write_us = max(self._write_us, sending_us, reading_us)
         taking_us = share * (fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt)
         # A step reads no more prompts than the process has taken in, which sends tokens out meanwhile.
-        taken_us = self._others and (running - 1) * taking_us + self._others * sending_us / 2
+        taken_us = (running - 1) * taking_us + self._others * sending_us / 2
         others_us = max(self._others_us, taken_us)
         reads = self._alone + self._others
         read_us = (self._alone_us + others_us) / reads
