@@ -29,6 +29,7 @@ _DEFAULT_REPETITIONS = 5
 _MOST_CLIENTS = 65_536
 _BENCHMARKS_APART = 1_000_000
 """Of so many sets of prompts one is sent to a server that runs already."""
+_NUMBER_BYTES = 16
 
 
 @takes(BenchOptions)
@@ -84,8 +85,21 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     )
     sides = sides_of(options, names, run_dir=folder, lines=lines, fits=request.check_fits)
     # A server that runs already may have been sent the first prompts by an earlier benchmark, and have cached them.
-    asked_before = 1 + secrets.randbelow(_BENCHMARKS_APART) if any(side.url for side in sides) else 0
+    asked_before = _set_of_prompts(folder) if any(side.url for side in sides) else 0
     return dataclasses.replace(request, sides=sides, asked_before=asked_before)
+
+
+def _set_of_prompts(folder: Path) -> int:
+    """Return which prompts a benchmark sends: others than those of other folders, and the same where it goes on."""
+    from moe_optimizer.files import read_text, write_atomically
+    from moe_optimizer.measure.claimed_folder import make_run_folder
+    from moe_optimizer.plan.serve_args import read_integer
+
+    path = folder / "bench.prompts"
+    if not path.exists():
+        make_run_folder(folder)
+        write_atomically(path, f"{1 + secrets.randbelow(_BENCHMARKS_APART)}\n")
+    return read_integer(read_text(path, max_bytes=_NUMBER_BYTES), flag=str(path))
 
 
 def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceRequest, ...]]:

@@ -64,16 +64,18 @@ def test_a_switch_is_no_wish_for_the_profile_that_is_compared_with(asked: list[B
 
 
 def test_a_server_that_runs_already_is_sent_prompts_that_no_earlier_benchmark_sent(
-    asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch
+    asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:1"
     running = RunningSide(base_url=url, model="m", max_model_len=8192, ready_s=None, info=None)
     monkeypatch.setattr(bench_side, "ask", lambda _url: running)
-    for _ in range(2):
-        main(["bench", TINY_MOE, "--plan", url, "--against", "", "--workload", "chat"])
-    first, second = (prompts_of(request) for request in asked)
+    for folder in ("one", "other", "one"):
+        run_dir = str(tmp_path / folder)
+        main(["bench", TINY_MOE, "--plan", url, "--against", "", "--workload", "chat", "--run-dir", run_dir])
+    first, second, resumed = (prompts_of(request) for request in asked)
     assert [len(each) for each in first] == [len(each) for each in second]
     assert not {chunk for each in first for chunk in each} & {chunk for each in second for chunk in each}
+    assert resumed == first
 
 
 def prompts_of(request: BenchRequest) -> list[tuple[int, ...]]:
