@@ -24,10 +24,11 @@ from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
 from moe_optimizer.measure.tune.served import Judge, ServedMeasure
 from moe_optimizer.measure.tune.trial import STOCK, Candidate, Outcome
+from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.hardware import HardwareSpec
 from tests.builders.machines import cpu_machine, gpus
-from tests.builders.models import tiny_moe
+from tests.builders.models import qwen3_30b_a3b, tiny_moe
 from tests.builders.plans import request
 
 ROUND = RoundSamples(
@@ -83,6 +84,17 @@ def served_by(
 
 def judged(folder: Path, *, budget_s: float) -> None:
     assert not served_by(folder, budget_s=budget_s).judged(Candidate()).failed
+
+
+@pytest.mark.parametrize(("enabled", "changes"), [([], False), (["norm-rope-fusion"], True)])
+def test_a_plan_with_which_vllm_computes_otherwise_changes_answers(
+    enabled: list[str], changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = served_by(tmp_path, budget_s=1.0)
+    wishes = resolve_wishes(enabled, ["flash-dmoe"])
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=wishes))
+    monkeypatch.setattr(measure, "plan", lambda _candidate: plan)
+    assert measure.changes_answers(Candidate()) is changes
 
 
 @pytest.mark.parametrize(("budget_s", "kept_s"), [(1200.0, 2 * STOP_MARGIN_S), (100.0, 10.0)])
