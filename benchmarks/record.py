@@ -116,6 +116,17 @@ def gpu_environment() -> dict[str, object]:
     }
 
 
+def environment() -> dict[str, object]:
+    """Return what a record of servers says of this machine: of its GPUs, or of its processor where it has none."""
+    from moe_optimizer.inspection.vllm_installation import find_vllm
+
+    gpu = gpu_environment()
+    if gpu["device"] is not None:
+        return gpu
+    found = find_vllm()
+    return {**host(os.getloadavg()[0]), "vllm": found.version if found else None, "torch": gpu["torch"]}
+
+
 def cpu_slug(name: str) -> str:
     """Return it for a file name: "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.0GHz" -> "xeon-platinum-8480c"."""
     plain = re.sub(r"\((?:R|TM)\)|\bIntel\b|\bAMD\b|\bCPU\b|@.*|\d+-Core Processor|Processor", " ", name, flags=re.I)

@@ -23,6 +23,7 @@ _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
 _FOUR_GPUS = "2026-11-26_h100_x4_layouts"
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
+_CPU_STARTS = ("2026-11-27_xeon_starts",)
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
 
 
@@ -110,6 +111,16 @@ def _start(h100: Any, h200: Any, label: str) -> list[float]:
     found, number = h100 if gpu == "H100" else h200, ("first", "second").index(start)
     ours = _starts(found, "ours")[number]
     return [_starts(found, "vllm")[number]["ready_s"], ours["ready_s"], ours["phases_s"]["warm-up"]]
+
+
+def _cpu_start(found: Any, label: str) -> list[float]:
+    number = ("first", "second", "third").index(label)
+    ours = _starts(found, "ours")[number]
+    return [_starts(found, "vllm")[number]["ready_s"], ours["ready_s"], ours["phases_s"]["warm-up"]]
+
+
+def _cpu_phases(found: Any, phase: str, side: str, turns: slice) -> list[float]:
+    return [each["phases_s"][f"vLLM answers: {phase}"] for each in _starts(found, side)[turns]]
 
 
 def _importing(found: Any) -> list[float]:
@@ -226,6 +237,13 @@ CLAIMS = [
     Claim("docs/engine.md", "| {22,941}; {20,271}; {22,199}; vLLM 0.26 {23,336} |", (_ENGINE_ASYNC,),
           _nano_ways),
     Table("docs/usage.md", "| GPU, start |", "caches empty at first", 1, _STARTS, _start),
+    Table("docs/usage.md", "| start |", "on two cores of a Xeon, vLLM 0.32", 1, _CPU_STARTS, _cpu_start),
+    Claim("docs/usage.md", "importing took {61.3} s of it, and {32.0} s of its next", _CPU_STARTS,
+          lambda found: _cpu_phases(found, "importing vLLM", "vllm", slice(2))),
+    Claim("docs/usage.md", "{8.2} and {7.5} s of ours are compiling and sizing the cache, {18.2} and {17.6} s of stock",
+          _CPU_STARTS,
+          lambda found: [each for side in ("ours", "vllm")
+                         for each in _cpu_phases(found, "compiling and sizing the cache", side, slice(1, None))]),
     Claim("docs/usage.md", "{16} to {17} s of a first warm-up", _STARTS,
           lambda *found: sorted(_starts(each, "ours")[0]["phases_s"]["warm-up: sampling"] for each in found)),
     Claim("docs/usage.md", "the\nfirst warm-up took {6.5} s. That machine was slower, imports took {45.3} s, "

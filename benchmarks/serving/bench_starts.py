@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from benchmarks.record import environment, head, parser_of  # noqa: E402
 from benchmarks.serving.first_minutes import first_minutes  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
 from moe_optimizer import env  # noqa: E402
@@ -70,7 +70,7 @@ def main() -> int:
     found: dict[str, Any]
     record: dict[str, Any] = {
         **head("time to ready of vLLM alone and of ours, in turns with shared caches, empty at first", options.commit),
-        "environment": gpu_environment(),
+        "environment": environment(),
         "starts": [],
     }
     for turn in range(options.turns):

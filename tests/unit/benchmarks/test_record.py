@@ -183,3 +183,13 @@ def test_what_does_not_belong_together_is_not_joined(
     # The third holds the same layout again.
     with pytest.raises(SystemExit, match="hint:"):
         kept(LAYOUTS, LAYOUTS | change)
+
+
+@pytest.mark.parametrize(("gpu", "device"), [("NVIDIA H100", "NVIDIA H100"), (None, record.cpu_name())])
+def test_servers_of_a_machine_without_gpus_ran_on_its_processor(
+    gpu: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "gpu_environment", lambda: {"device": gpu, "torch": "2"})
+    found = record.environment()
+    assert found["device"] == device
+    assert ("cores" in found) == (gpu is None)
