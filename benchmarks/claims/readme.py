@@ -203,6 +203,12 @@ CLAIMS = [
     Claim("docs/passes/flash_dmoe.md", "{4.24} ms a token in place of {4.68} with one client, {1.12}x ({1.07} to "
           "{1.17}), {8.07} in place of {8.84} with four, {1.09}x ({1.02} to {1.15})", (_ROUTER,),
           lambda found: [*_beside(found, 0, "tpot_ms", 1), *_beside(found, 0, "tpot_ms", 4)]),
+    Claim("docs/passes/flash_dmoe.md", "gave one client {382} and {363} tokens/s: no difference shown",
+          ("2026-11-27_xeon_plain_vllm_serve",),
+          lambda found: [side["loads"][0]["output_tokens_per_s"] for side in found["sides"]]),
+    Claim("docs/passes/flash_dmoe.md", "({0.80}x to {1.33}x,", ("2026-11-27_xeon_plain_vllm_serve",),
+          lambda found: next([each["low"], each["high"]] for each in found["verdicts"]
+                             if each["metric"] == "output_tokens_per_s")),
     Claim("docs/passes/flash_dmoe.md", "it was {1.07}x ({1.03} to {1.11}) with one", (_CHATS,),
           lambda found: _beside(found, 1, "tpot_ms", 1)[2:]),
     Claim(_README, "| BF16 | 256 | {39.68} / {42.53} | {1.07}x |", (_H100,), lambda found: _h100_pair(found, 256)),
