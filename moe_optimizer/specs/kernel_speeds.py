@@ -200,7 +200,7 @@ def fastest_ranges(rows: Sequence[TokenSpeeds]) -> tuple[TokenRange, ...]:
     lower: TokenSpeeds | None = None
     for row in rows:
         both = row.ours_us if lower is None else {use: us for use, us in row.ours_us.items() if use in lower.ours_us}
-        if row.tokens > 1:
+        if row.tokens > 1 + (lower.tokens if lower is not None else 0):
             chosen.append(TokenRange(up_to=row.tokens - 1, use=_fastest(both or row.ours_us)))
         chosen.append(TokenRange(up_to=row.tokens, use=_fastest(row.ours_us)))
         lower = row

@@ -188,6 +188,12 @@ def test_where_nothing_else_computes_the_fastest_of_ours_is_taken_at_every_numbe
     assert found == [(7, "direct"), (63, "tile"), (ANY_NUMBER, "wide")]
 
 
+def test_between_neighbouring_numbers_there_is_no_range():
+    rows = (row(1, direct=1.0), row(4, direct=2.0, tile=1.0), row(5, direct=2.0, wide=1.0))
+    found = [(each.up_to, each.use) for each in fastest_ranges(rows)]
+    assert found == [(3, "direct"), (4, "tile"), (ANY_NUMBER, "wide")]
+
+
 TIMES = st.dictionaries(st.sampled_from(["direct", "tile", "wide"]), st.floats(1, 1000), min_size=1)
 
 
