@@ -64,8 +64,8 @@ class FlashDmoeSection(PassSection):
 
     fused_router: Literal["auto", "on", "off"] = "auto"
     """auto, on: on GPUs one launch multiplies the gate and chooses the experts of up to 8 tokens, where our kernels
-    compute them and vLLM's layer holds an unquantised gate; on: with a warning where the build has no such kernel; off:
-    vLLM does."""
+    compute them and vLLM's layer holds an unquantised gate; auto: on one GPU; on: on several too, with a warning where
+    the build has no such kernel; off: vLLM does."""
 
 
 class Fp8Section(PassSection):

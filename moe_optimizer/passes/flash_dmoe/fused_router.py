@@ -11,15 +11,25 @@ from moe_optimizer.plan_context.context import PlanContext
 OP = "gate_topk"
 MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
-_RECORD = "benchmarks/records/2026-11-26_h100_one_client.json"
+_RECORDS = (
+    "benchmarks/records/2026-11-26_h100_one_client.json",
+    "benchmarks/records/2026-11-26_h100_router_served.json",
+)
+"""Of servers on one GPU each."""
 
 
 def with_fused_router(ctx: PlanContext, decision: Decision) -> Decision:
-    """Return the decision about our expert kernels with the launch before them, unless the profile has it off."""
+    """Return the decision about our expert kernels with the launch before them.
+
+    On one GPU unless the profile has it off; on several only where the profile has it on.
+    """
     params, setting = decision.params, ctx.profile.passes.flash_dmoe.fused_router
     if setting == "off" or not isinstance(params, FlashDmoeParams):
         return decision
     if decision.status is not Status.ON or params.kernel != "cuda":
+        return decision
+    if setting == "auto" and ctx.parallelism.num_devices > 1:
+        # No such server was measured. A rank that finds the kernel wrong ends the start: all must choose alike.
         return decision
     if OP not in ctx.software.kernels.cuda_ops:  # the rest is each layer's own
         if setting == "auto":
@@ -29,6 +39,6 @@ def with_fused_router(ctx: PlanContext, decision: Decision) -> Decision:
     return dataclasses.replace(
         decision,
         reason=f"{decision.reason}; up to {MAX_TOKENS} tokens one launch multiplies the gate and chooses the experts",
-        evidence=(*decision.evidence, _RECORD),
+        evidence=(*decision.evidence, *_RECORDS),
         params=dataclasses.replace(params, fused_router=MAX_TOKENS),
     )

@@ -7,7 +7,7 @@ from moe_optimizer.ops.gate_topk import MAX_TOKENS
 from moe_optimizer.passes.flash_dmoe import fused_router
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from tests.builders import cpu_machine, profile_with, tiny_moe
+from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, tiny_moe
 from tests.unit.passes.flash_dmoe.test_flash_dmoe import decide, decide_on_h200, measured, speeds
 
 
@@ -26,6 +26,23 @@ def most(decision: Decision) -> int:
 def test_the_launch_chooses_the_experts_unless_the_profile_leaves_it_to_vllm():
     assert most(asked("auto")) == MAX_TOKENS
     assert most(asked("off")) == 0
+
+
+def test_on_several_gpus_where_no_server_was_measured_it_has_to_be_asked_for():
+    whole = speeds()
+    half = dataclasses.replace(whole.shape, intermediate_size=whole.shape.intermediate_size // 2)
+    software = measured(dataclasses.replace(whole, shape=half))
+    kernels = dataclasses.replace(software.kernels, cuda_ops=("fused_experts", "gate_topk"))
+    for setting, expected in (("auto", 0), ("on", MAX_TOKENS)):
+        passes = {"flash_dmoe": {"fused_router": setting}, "parallelism": {"tensor_parallel_size": 2}}
+        decision = decide(
+            qwen3_30b_a3b(),
+            gpus("h200", 2),
+            software=dataclasses.replace(software, kernels=kernels),
+            profile=profile_with(passes=passes),
+        )
+        assert decision.status is Status.ON
+        assert most(decision) == expected
 
 
 def test_the_plan_says_up_to_how_many_tokens_and_by_which_record():
