@@ -2,11 +2,11 @@
 
     python scripts/compare_kernels.py COMMIT [COMMIT...] [--cuobjdump FILE]
 
-Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's count in
-neither, as no table holds its times. Measured tables are filed under the hash of the sources. A comment, a name or a
-further kernel changes that hash but not the kernels that were measured, so write_kernel_speeds.py takes the tables of
-every commit that this script found to be the same. Names, labels and where in its struct a parameter lies do not count;
-every instruction and its order does.
+Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's and those
+of skinny_gemm count in neither, as no table holds their times. Measured tables are filed under the hash of the sources.
+A comment, a name or a further kernel changes that hash but not the kernels that were measured, so
+write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names, labels and where
+in its struct a parameter lies do not count; every instruction and its order does.
 
 nvcc may order what it takes out of a loop by where parameters lie. With cuobjdump of the CUDA toolkit the machine code
 is compared instead: every instruction and its order, without which register holds what. That says how fast a kernel is;
@@ -35,7 +35,7 @@ from write_kernel_speeds import RECORDS, build_info  # noqa: E402
 
 from benchmarks.record import checkout  # noqa: E402
 
-_WITHOUT_TABLES = "gate_topk.cu"
+_WITHOUT_TABLES = ("gate_topk.cu", "skinny_gemm.cu")
 _NAME = re.compile(r"\b_Z\w+|\$str\w*")
 _PARAMETER = re.compile(r"^(\s*ld\.param\S*\s.*)\[([^\]]+)\]", re.MULTILINE)
 _PARAMETER_BYTES = re.compile(r"(\.param .*_param_\d+)\[\d+\]")
@@ -97,7 +97,7 @@ def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> Counter[str]:
     """Return the digests of all kernels' PTX, or of their machine code."""
     found: Counter[str] = Counter()
     for source in sorted((csrc / "launch").glob("*.cu")):
-        if source.name == _WITHOUT_TABLES:
+        if source.name in _WITHOUT_TABLES:
             continue
         if cuobjdump is None:
             found.update(digests(compiled(source, csrc, "-ptx").decode()))

@@ -106,6 +106,19 @@ void run_gate(const py::dict& gate, const py::dict& router, uintptr_t stream) {
   py::gil_scoped_release release;
   run_gate_topk(args, rule, stream);
 }
+
+// ValueError: no kernel covers the call.
+py::dict skinny_layout(const py::dict& gemm, const py::dict& variant, int multiprocessors) {
+  return to_python(skinny_gemm_layout(from_python<SkinnyGemmArgs>("gemm", gemm),
+                                      from_python<SkinnyVariant>("variant", variant), multiprocessors));
+}
+
+void run_skinny(const py::dict& gemm, const py::dict& variant, int multiprocessors, uintptr_t stream) {
+  const auto args = from_python<SkinnyGemmArgs>("gemm", gemm);
+  const auto kernel = from_python<SkinnyVariant>("variant", variant);
+  py::gil_scoped_release release;
+  run_skinny_gemm(args, kernel, multiprocessors, stream);
+}
 #endif
 
 }  // namespace
@@ -154,5 +167,7 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("cuda_run", &run, "Enqueues a call on a stream.");
   module.def("cuda_gate_layout", &gate_layout, "What a call of the gate and top-k launches.");
   module.def("cuda_gate_run", &run_gate, "Enqueues it on a stream.");
+  module.def("cuda_skinny_layout", &skinny_layout, "What a product of few tokens with a weight matrix launches.");
+  module.def("cuda_skinny_run", &run_skinny, "Enqueues it on a stream.");
 #endif
 }

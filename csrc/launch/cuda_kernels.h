@@ -3,6 +3,7 @@
 
 #include "launch/problem.h"
 #include "moeopt/gate_topk.h"
+#include "moeopt/skinny_gemm.h"
 
 namespace moeopt {
 
@@ -18,5 +19,9 @@ void run_cuda(const Problem& problem, const Variant& variant, int multiprocessor
 // launch like those of `run_cuda`, which may follow it on the stream with its ids and weights.
 GateTopkLaunch gate_topk_layout(const GateTopkArgs& args, const RouterArgs& router);
 void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t stream);
+
+// The product of few tokens with a weight matrix (skinny_gemm.cuh): what `run_skinny_gemm` launches, and the launch.
+SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors);
+void run_skinny_gemm(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors, uintptr_t stream);
 
 }  // namespace moeopt

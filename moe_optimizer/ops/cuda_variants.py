@@ -177,3 +177,33 @@ def variant_named(name: str) -> Variant:
         raise ValueError(f"no kernel is called {name!r:.60}")
     tile, stages = (None if match[key] is None else int(match[key]) for key in ("tile", "stages"))
     return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=match["paired"] is not None)
+
+
+class SkinnyBuffer(IntEnum):
+    """Where the weights of `skinny_gemm` wait; codes of csrc/include/moeopt/skinny_gemm.h."""
+
+    REGISTERS = 0
+    SHARED = 1
+    BULK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyVariant:
+    """A compiled kernel of `skinny_gemm`."""
+
+    buffer: SkinnyBuffer
+    warps: int
+    """Per block."""
+
+    def __str__(self) -> str:
+        return f"skinny-{self.buffer.name.lower()}-w{self.warps}"
+
+
+SKINNY_VARIANTS = (
+    SkinnyVariant(SkinnyBuffer.REGISTERS, 8),
+    SkinnyVariant(SkinnyBuffer.SHARED, 8),
+    SkinnyVariant(SkinnyBuffer.SHARED, 16),
+    SkinnyVariant(SkinnyBuffer.BULK, 4),
+    SkinnyVariant(SkinnyBuffer.BULK, 8),
+)
+"""All that are compiled (`with_skinny_shape`)."""

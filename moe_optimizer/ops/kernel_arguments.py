@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
+from moe_optimizer.ops.cuda_variants import MoeSizes, SkinnyVariant, Variant, variant_fields
 from moe_optimizer.ops.expert_inputs import Inputs, bits_of, columns_of, holds_mxfp4
 
 Fields = dict[str, int | float | bool]
@@ -89,6 +89,37 @@ class GateTopk(NamedTuple):
             "arrived": arrived,
         }
         return fields, self.router.fields()
+
+
+class SkinnyGemm(NamedTuple):
+    """A call of `skinny_gemm`."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor | None
+    out: Tensor
+    prefetch: Tensor | None = None
+    """What a later launch reads, contiguous: brought into L2 behind the weights."""
+
+    def call(self, variant: SkinnyVariant, multiprocessors: int) -> tuple[Fields, Fields, int]:
+        """Return the arguments of `cuda_skinny_layout` and the first of `cuda_skinny_run`."""
+        tokens, depth = self.x.shape
+        rows = self.w.shape[0]
+        prefetch = self.prefetch
+        fields: Fields = {
+            "x": self.x.data_ptr(),
+            "x_stride": self.x.stride(0) if tokens > 1 else depth,
+            "w": self.w.data_ptr(),
+            "bias": _address(self.bias),
+            "out": self.out.data_ptr(),
+            "out_stride": self.out.stride(0) if tokens > 1 else rows,
+            "prefetch": _address(prefetch),
+            "prefetch_bytes": 0 if prefetch is None else prefetch.numel() * prefetch.element_size() // 16 * 16,
+            "num_tokens": tokens,
+            "depth": depth,
+            "num_rows": rows,
+        }
+        return fields, {"buffer": variant.buffer.value, "warps": variant.warps}, multiprocessors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

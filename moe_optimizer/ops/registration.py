@@ -23,11 +23,12 @@ def register_op(
     parse: Callable[[tuple[Any, ...]], Inputs],
     check: Callable[[Inputs, Tensor | None], None],
     run: Callable[[Inputs, Tensor], None],
+    result: Callable[..., Tensor] | None = None,
 ) -> None:
     """Register `name`, which returns a new tensor, and `name`_out, which writes into its last argument.
 
-    The result has shape, dtype and device of the first argument, and contiguous rows. Both forms check their inputs,
-    also while a graph is traced.
+    The result has shape, dtype and device of the first argument, and contiguous rows, unless `result` makes another.
+    Both forms check their inputs, also while a graph is traced.
 
     Args:
         name: of the op.
@@ -36,7 +37,9 @@ def register_op(
         check: raises TensorContractError for inputs, or inputs with an output, that break the contract. It looks at
             shapes, strides, dtypes, devices and plain values only: a call that is like one which passed has passed.
         run: computes checked inputs into an output.
+        result: returns the tensor for the result of checked arguments, without values.
     """
+    result_for = result or _result_like_first
     passed: set[tuple[Any, ...]] = set()
 
     def checked(arguments: tuple[Any, ...], out: Tensor | None) -> Inputs:
@@ -51,13 +54,13 @@ def register_op(
 
     def new(*arguments: Any) -> Tensor:
         inputs = checked(arguments, None)
-        out = _result_for(arguments[0])
+        out = result_for(*arguments)
         run(inputs, out)
         return out
 
     def new_in_trace(*arguments: Any) -> Tensor:
         check(parse(arguments), None)
-        return _result_for(arguments[0])
+        return result_for(*arguments)
 
     def into(*arguments: Any) -> None:
         out = arguments[-1]
@@ -111,5 +114,5 @@ def _kind(argument: Any) -> Any:
     return argument.shape, argument.stride(), argument.dtype, argument.device
 
 
-def _result_for(x: Tensor) -> Tensor:
+def _result_like_first(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -383,6 +383,28 @@ MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid) {
 MOEOPT_DEVICE void cp_async_mbarrier_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
+// cp.async.commit_group: what this thread has started since the last one is a group.
+MOEOPT_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// cp.async.wait_group: all groups of this thread but the last kPending have landed.
+template <int kPending>
+MOEOPT_DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// cp.async.bulk: neighbouring bytes, a multiple of 16, for which `barrier` waits. With .L2::cache_hint evict_first, for
+// data that is read once.
+MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(smem_address(shared)),
+      "l"(global), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
+      : "memory");
+}
+// cp.async.bulk.prefetch.L2: asks for neighbouring bytes, a multiple of 16, and waits for nothing.
+MOEOPT_DEVICE void bulk_prefetch_l2(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 
 // --- matrices --------------------------------------------------------------------------------------------------
 

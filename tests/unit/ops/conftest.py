@@ -21,8 +21,14 @@ def gate_emulator() -> ModuleType:
     return compiled_emulation("emulated_gate")
 
 
+@pytest.fixture(scope="session")
+def skinny_emulator() -> ModuleType:
+    """Runs the CUDA kernel of `skinny_gemm` on the CPU, as `gate_emulator` does the gate's."""
+    return compiled_emulation("emulated_skinny")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the quick check compile no emulation, which takes half a minute of processor time."""
     for item in items:
-        if {"emulator", "gate_emulator"} & set(getattr(item, "fixturenames", ())):
+        if {"emulator", "gate_emulator", "skinny_emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.thorough)

@@ -414,6 +414,25 @@ inline void stmatrix_x4_trans(void* shared_row, uint32_t m0, uint32_t m1, uint32
   bar_warp_sync();
 }
 inline void prefetch_tensormap(const TensorMap*) {}
+inline void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes <= 0) {
+    ::emulation::fail("bulk copy: not whole 16 bytes at aligned addresses");
+  }
+  ::emulation::Block* owner = &block();
+  const uint32_t to = shared_offset(shared), offset = shared_offset(barrier);
+  ::emulation::machine()->in_flight.push_back([=] {
+    expect_running(*owner);
+    std::memcpy(owner->shared + to, global, static_cast<size_t>(bytes));
+    mbarrier_complete(owner, offset, bytes, true);
+  });
+}
+// Reads what it asks for, so that a range past the end shows.
+inline void bulk_prefetch_l2(const void* global, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes == 0) {
+    ::emulation::fail("bulk prefetch: not whole 16 bytes at aligned addresses");
+  }
+  for (uint32_t i = 0; i < bytes; ++i) (void)static_cast<const volatile unsigned char*>(global)[i];
+}
 
 inline void cp_async_16(void* shared, const void* global, bool valid) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
@@ -427,17 +446,33 @@ inline void cp_async_4(void* shared, const void* global, bool valid = true) {
   }
   fiber().open_copies.push_back({shared, global, 4, valid});
 }
+inline void execute_copies(const std::vector<::emulation::AsyncCopy>& copies) {
+  for (const auto& copy : copies) {
+    if (copy.valid) {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    } else {
+      std::memset(copy.to, 0, copy.bytes);
+    }
+  }
+}
+// A group lands when it is waited for, no sooner.
+inline void cp_async_commit_group() {
+  fiber().copy_groups.push_back(std::move(fiber().open_copies));
+  fiber().open_copies.clear();
+}
+template <int kPending>
+inline void cp_async_wait_group() {
+  auto& groups = fiber().copy_groups;
+  while (groups.size() > static_cast<size_t>(kPending)) {
+    execute_copies(groups.front());
+    groups.erase(groups.begin());
+  }
+}
 inline void cp_async_mbarrier_arrive(uint64_t* barrier) {
   ::emulation::Block* owner = &block();
   const uint32_t offset = shared_offset(barrier);
   ::emulation::machine()->in_flight.push_back([owner, offset, copies = std::move(fiber().open_copies)] {
-    for (const auto& copy : copies) {
-      if (copy.valid) {
-        std::memcpy(copy.to, copy.from, copy.bytes);
-      } else {
-        std::memset(copy.to, 0, copy.bytes);
-      }
-    }
+    execute_copies(copies);
     auto& state = mbarrier_state(*owner, offset);
     if (state.pending == 0) ::emulation::machine()->failure = "more arrivals at an mbarrier than it was made for";
     --state.pending;

@@ -1,0 +1,308 @@
+"""Times the product of few tokens with the weights of dense layers: `skinny_gemm` beside F.linear, on a GPU.
+
+    python benchmarks/ops/bench_cuda_linears.py [--write | --out FILE] [--tokens 1,2,4,8,16] [--shapes qwen3-qkv,...]
+
+Weights are cold: a graph has more of them than L2 holds. Every product follows an RMS norm that makes its tokens, as
+in a model: a side's time less that of the norm alone is what the product costs there. Sides alternate.
+  alone   norm, product
+  chain   norm, QKV product, a norm of the queries, something that waits as long as attention and reads nothing, output
+          projection; of layers of one model. Ours also asks for the output projection's weights while attention runs.
+Times of `alone` and `chain` are microseconds without the norms and the wait; GB/s count the weights alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from benchmarks.record import RECORDS, head, parser_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from bench_cuda_sides import Call
+    from torch import Tensor
+
+    from moe_optimizer.ops.cuda_variants import SkinnyVariant
+
+COLD_BYTES = 200 << 20
+"""Of the weights of a graph: four times what L2 holds (50 MiB)."""
+MIN_CALLS = 24
+EPSILON = 1e-6
+WAIT_CYCLES = 15_000
+"""Attention of one request takes 8 us or more: 15,000 cycles at 1.98 GHz are 7.6 us."""
+FIRST_ROWS = 4096
+"""Whose products are compared with exact ones."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight of a model."""
+
+    name: str
+    rows: int
+    depth: int
+    bias: bool = False
+
+
+LINEARS = {
+    linear.name: linear
+    for linear in (
+        Linear("qwen3-qkv", 5120, 2048),
+        Linear("qwen3-o", 2048, 4096),
+        Linear("qwen3-qkv-tp2", 2560, 2048),
+        Linear("qwen3-o-tp2", 2048, 2048),
+        Linear("qwen3-qkv-tp4", 1280, 2048),
+        Linear("qwen3-o-tp4", 2048, 1024),
+        Linear("mixtral-qkv", 6144, 4096),
+        Linear("mixtral-o", 4096, 4096),
+        Linear("gpt-oss-qkv", 5120, 2880, bias=True),
+        Linear("gpt-oss-o", 2880, 4096, bias=True),
+        Linear("glm-air-qkv", 14336, 4096, bias=True),
+        Linear("glm-air-o", 4096, 12288),
+        Linear("qwen3-head", 151936, 2048),
+    )
+}
+CHAINS = {"qwen3": 12, "mixtral": 8, "gpt-oss": 10}
+"""Layers of a graph."""
+
+
+def main() -> int:
+    """Time what the arguments say; 0 unless a kernel is wrong."""
+    from_names = ",".join(LINEARS)
+    parser = parser_of(__doc__, write=True, commit=True)
+    parser.add_argument("--out", type=Path, help="the record, wherever it should be")
+    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--shapes", default=from_names)
+    parser.add_argument("--chains", default=",".join(CHAINS))
+    parser.add_argument("--variants", help="names of kernels; all unless given")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--total-s", type=float, default=100, help="starts no case beyond so many seconds")
+    options = parser.parse_args()
+    from bench_cuda_machine import why_not_here
+
+    why_not = why_not_here()
+    if why_not:
+        print(f"bench_cuda_linears: {why_not}", file=sys.stderr)
+        return 3
+    from bench_cuda_timing import device_facts
+
+    from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
+
+    wanted = None if options.variants is None else options.variants.split(",")
+    variants = [each for each in SKINNY_VARIANTS if wanted is None or str(each) in wanted]
+    ends = time.monotonic() + options.total_s
+    facts: dict[str, Any] = {
+        **head("skinny_gemm beside F.linear: L2-cold, CUDA graphs, after an RMS norm each, sides interleaved; and both "
+               "products of a layer with a wait between", options.commit),
+        "environment": device_facts(), "cases": [], "wrong": [], "left_out": [],
+    }  # fmt: skip
+    tokens = [int(value) for value in options.tokens.split(",")]
+    short = [str(variant).removeprefix("skinny-").replace("registers", "regs") for variant in variants]
+    print(f"{'alone':14} {'T':>2} {'floor':>6} {'cuBLAS':>7} " + " ".join(f"{name:>9}" for name in short), flush=True)
+    for name in options.shapes.split(","):
+        if time.monotonic() > ends:
+            facts["left_out"].append(name)
+            continue
+        alone(LINEARS[name], tokens, variants, options.repetitions, facts)
+    for name in options.chains.split(",") if options.chains else ():
+        for count in tokens:
+            if time.monotonic() > ends:
+                facts["left_out"].append(f"chain {name} {count}")
+                continue
+            chain(name, count, variants, options.repetitions, facts)
+    if options.write or options.out:
+        gpu = facts["environment"]["device"].split()[1].lower()
+        path = options.out or RECORDS / f"{facts['date']}_{gpu}_linears.json"
+        path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        print(f"wrote {path.name}")
+    for what in ("wrong", "left_out"):
+        if facts[what]:
+            print(f"{what}: {', '.join(facts[what])}")
+    return 1 if facts["wrong"] else 0
+
+
+def new_weights(linear: Linear, count: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Random weights and biases."""
+    import torch
+
+    made = []
+    for _ in range(count):
+        w = torch.empty(linear.rows, linear.depth, device="cuda", dtype=torch.bfloat16).normal_()
+        w.mul_(linear.depth**-0.5)
+        bias = torch.randn(linear.rows, device="cuda").bfloat16() if linear.bias else None
+        made.append((w, bias))
+    return made
+
+
+class Step:
+    """One product with the norm before it."""
+
+    def __init__(self, weights: tuple[Tensor, Tensor | None], tokens: int) -> None:
+        import torch
+
+        from moe_optimizer.ops.kernel_arguments import SkinnyGemm
+
+        rows, depth = weights[0].shape
+        self.source = torch.randn(tokens, depth, device="cuda").bfloat16()
+        self.norm_weight = torch.ones(depth, device="cuda", dtype=torch.bfloat16)
+        x = torch.empty_like(self.source)
+        out = torch.empty(tokens, rows, device="cuda", dtype=torch.bfloat16)
+        self.gemm = SkinnyGemm(x, *weights, out)
+
+    def norm(self) -> Tensor:
+        """Make the tokens."""
+        rms_norm(self.gemm.x, self.source, self.norm_weight)
+        return self.gemm.x
+
+    def cublas(self) -> Tensor:
+        """The product as vLLM runs it."""
+        import torch
+
+        return torch.nn.functional.linear(self.gemm.x, self.gemm.w, self.gemm.bias)
+
+    def ours(self, variant: SkinnyVariant, prefetch: Tensor | None = None) -> Tensor:
+        """Ours."""
+        from moe_optimizer.ops.skinny_gemm import run_kernel
+
+        run_kernel(self.gemm._replace(prefetch=prefetch), variant)
+        return self.gemm.out
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """A small kernel: vLLM's where there is one."""
+    import torch
+
+    try:
+        from vllm import _custom_ops as ops
+    except ImportError:
+        out.copy_(torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPSILON))
+        return
+    ops.rms_norm(out, x, weight, EPSILON)
+
+
+def is_wrong(step: Step, variant: SkinnyVariant) -> str:
+    """Return what is wrong with the kernel's product, "" for nothing."""
+    import torch
+
+    step.norm()
+    gemm = step.gemm
+    gemm.out.fill_(float("nan"))
+    try:
+        first = step.ours(variant).clone()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    if not torch.equal(first, step.ours(variant)):
+        return "not the same bits twice"
+    theirs = step.cublas()
+    x, w = gemm.x.double(), gemm.w[-FIRST_ROWS:].double()
+    exact = x @ w.T + (0 if gemm.bias is None else gemm.bias[-FIRST_ROWS:].double())
+    error, least = ((each[:, -FIRST_ROWS:].double() - exact).abs().max().item() for each in (first, theirs))
+    # cuBLAS rounds once, as ours does; not so where it splits K: then its error is the larger one.
+    if not error <= 1.1 * least + 1e-5 * exact.abs().max().item():
+        return f"error {error:.2e}, cuBLAS {least:.2e}"
+    apart = (first.float() - theirs.float()).abs().max().item()
+    return "" if apart <= 0.02 * theirs.float().abs().max().item() else f"{apart:.2e} from cuBLAS"
+
+
+def alone(
+    linear: Linear, tokens: list[int], variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any]
+) -> None:
+    """Time one weight's product, for every number of tokens."""
+    import torch
+    from bench_cuda_timing import time_interleaved
+
+    weight_bytes = 2 * linear.rows * linear.depth
+    weights = new_weights(linear, max(2, -(-COLD_BYTES // weight_bytes)))
+    calls = max(len(weights), MIN_CALLS if weight_bytes < COLD_BYTES else 4)
+    for count in tokens:
+        steps = [Step(weights[i % len(weights)], count) for i in range(calls)]
+        sides: dict[str, list[Call]] = {"norm": [step.norm for step in steps]}
+        sides["cuBLAS"] = [after_norm(step) for step in steps]
+        for variant in variants:
+            wrong = is_wrong(steps[0], variant)
+            if wrong:
+                facts["wrong"].append(f"{linear.name} T={count} {variant}: {wrong}")
+                continue
+            sides[str(variant)] = [after_norm(step, variant) for step in steps]
+        samples = time_interleaved(sides, repetitions=repetitions)
+        keep(facts, {"what": "alone", **vars(linear), "tokens": count, "calls": calls}, samples)
+        show(linear.name, count, weight_bytes, samples, ["cuBLAS", *map(str, variants)])
+        del steps, sides
+    del weights
+    torch.cuda.empty_cache()
+
+
+def after_norm(step: Step, variant: SkinnyVariant | None = None) -> Call:
+    """Return the norm and the product in one call."""
+
+    def call() -> Tensor:
+        step.norm()
+        return step.cublas() if variant is None else step.ours(variant)
+
+    return call
+
+
+def chain(name: str, tokens: int, variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any]) -> None:
+    """Time both products of a layer, with what stands between them in a model."""
+    import torch
+    from bench_cuda_timing import time_interleaved
+
+    qkv, o = LINEARS[f"{name}-qkv"], LINEARS[f"{name}-o"]
+    weights = zip(new_weights(qkv, CHAINS[name]), new_weights(o, CHAINS[name]), strict=True)
+    layers = [(Step(first, tokens), Step(second, tokens)) for first, second in weights]
+
+    def call_of(before: Step, after: Step, variant: SkinnyVariant | None, *, product: bool, prefetch: bool) -> Call:
+        def call() -> Tensor:
+            before.norm()
+            if product:
+                later = after.gemm.w if prefetch else None
+                before.cublas() if variant is None else before.ours(variant, later)
+            after.norm()
+            torch.cuda._sleep(WAIT_CYCLES)
+            if product:
+                return after.cublas() if variant is None else after.ours(variant)
+            return after.gemm.x
+
+        return call
+
+    def side(variant: SkinnyVariant | None, *, product: bool = True, prefetch: bool = False) -> list[Call]:
+        return [call_of(*layer, variant, product=product, prefetch=prefetch) for layer in layers]
+
+    sides = {"norm": side(None, product=False), "cuBLAS": side(None)}
+    for variant in variants:
+        sides[str(variant)] = side(variant)
+        sides[f"{variant} prefetch"] = side(variant, prefetch=True)
+    samples = time_interleaved(sides, repetitions=repetitions)
+    keep(facts, {"what": "chain", "name": name, "tokens": tokens, "calls": len(layers)}, samples)
+    weight_bytes = 2 * (qkv.rows * qkv.depth + o.rows * o.depth)
+    show(f"chain {name}", tokens, weight_bytes, samples, ["cuBLAS", *map(str, variants)])
+    show("  prefetch", tokens, weight_bytes, samples, ["cuBLAS", *(f"{variant} prefetch" for variant in variants)])
+    torch.cuda.empty_cache()  # what earlier cases left
+
+
+def keep(facts: dict[str, Any], case: dict[str, Any], samples: dict[str, list[float]]) -> None:
+    """Add a case to the record."""
+    rounded = {name: [round(value, 3) for value in times] for name, times in samples.items()}
+    facts["cases"].append({**case, "samples_us": rounded})
+
+
+def show(name: str, tokens: int, weight_bytes: int, samples: dict[str, list[float]], columns: list[str]) -> None:
+    """Print a line: what each side adds to the norm."""
+    from bench_cuda_timing import summary
+
+    norm = summary(samples["norm"])["median_us"]
+    times = [summary(samples[each])["median_us"] - norm if each in samples else None for each in columns]
+    shown = [f"{'wrong' if each is None else format(each, '.2f'):>9}" for each in times[1:]]
+    floor = weight_bytes / 3.35e6  # us at the data sheet's 3.35 TB/s of an H100 SXM
+    print(f"{name:14} {tokens:2d} {floor:6.2f} {times[0]:7.2f} " + " ".join(shown), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+// Starts the product of few tokens with a weight matrix.
+#include "launch/skinny_gemm.h"
+
+#include "launch/cuda_kernels.h"
+#include "launch/launch.cuh"
+
+namespace moeopt {
+
+SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors) {
+  return skinny_gemm_launch(args, variant, multiprocessors);
+}
+
+void run_skinny_gemm(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors, uintptr_t stream) {
+  const SkinnyGemmLaunch launch = skinny_gemm_launch(args, variant, multiprocessors);
+  const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
+                          reinterpret_cast<cudaStream_t>(stream)};
+  with_skinny_shape(variant, launch.token_tiles, [&](auto buffer, auto warps, auto tiles) {
+    launch_kernel("skinny_gemm",
+                  skinny_gemm_kernel<decltype(buffer)::value, decltype(warps)::value, decltype(tiles)::value>, shape,
+                  args);
+  });
+}
+
+}  // namespace moeopt
