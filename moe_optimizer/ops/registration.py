@@ -23,12 +23,11 @@ def register_op(
     parse: Callable[[tuple[Any, ...]], Inputs],
     check: Callable[[Inputs, Tensor | None], None],
     run: Callable[[Inputs, Tensor], None],
-    result: Callable[..., Tensor] | None = None,
 ) -> None:
     """Register `name`, which returns a new tensor, and `name`_out, which writes into its last argument.
 
-    The result has shape, dtype and device of the first argument, and contiguous rows, unless `result` makes another.
-    Both forms check their inputs, also while a graph is traced.
+    The result has shape, dtype and device of the first argument, and contiguous rows. Both forms check their inputs,
+    also while a graph is traced.
 
     Args:
         name: of the op.
@@ -37,9 +36,7 @@ def register_op(
         check: raises TensorContractError for inputs, or inputs with an output, that break the contract. It looks at
             shapes, strides, dtypes, devices and plain values only: a call that is like one which passed has passed.
         run: computes checked inputs into an output.
-        result: returns the tensor for the result of checked arguments, without values.
     """
-    result_for = result or _result_like_first
     passed: set[tuple[Any, ...]] = set()
 
     def checked(arguments: tuple[Any, ...], out: Tensor | None) -> Inputs:
@@ -54,13 +51,13 @@ def register_op(
 
     def new(*arguments: Any) -> Tensor:
         inputs = checked(arguments, None)
-        out = result_for(*arguments)
+        out = _result_for(arguments[0])
         run(inputs, out)
         return out
 
     def new_in_trace(*arguments: Any) -> Tensor:
         check(parse(arguments), None)
-        return result_for(*arguments)
+        return _result_for(arguments[0])
 
     def into(*arguments: Any) -> None:
         out = arguments[-1]
@@ -108,11 +105,42 @@ def register_writing_op(
     torch.library.register_fake(f"{_NAMESPACE}::{name}", in_trace, lib=_LIBRARY)
 
 
+def register_result_op(
+    name: str,
+    schema: str,
+    *,
+    check: Callable[..., None],
+    run: Callable[..., Tensor],
+    result: Callable[..., Tensor],
+) -> None:
+    """Register an op that returns a new tensor, which what computes it makes itself.
+
+    Args:
+        name: of the op.
+        schema: its arguments as torch writes them.
+        check: raises TensorContractError for arguments that break the contract, also while a graph is traced.
+        run: returns the result of checked arguments.
+        result: returns a tensor like that one, without values.
+    """
+
+    def real(*arguments: Any) -> Tensor:
+        check(*arguments)
+        return run(*arguments)
+
+    def in_trace(*arguments: Any) -> Tensor:
+        check(*arguments)
+        return result(*arguments)
+
+    _LIBRARY.define(f"{name}({schema}) -> Tensor")
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", in_trace, lib=_LIBRARY)
+
+
 def _kind(argument: Any) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     return argument.shape, argument.stride(), argument.dtype, argument.device
 
 
-def _result_like_first(x: Tensor, *_: Any) -> Tensor:
+def _result_for(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -11,7 +11,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
 from moe_optimizer.ops.kernel_arguments import SkinnyGemm
-from moe_optimizer.ops.registration import register_op
+from moe_optimizer.ops.registration import register_result_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 
 MAX_TOKENS = 16
@@ -85,12 +85,16 @@ def run_kernel(call: SkinnyGemm, variant: SkinnyVariant) -> None:
             raise UnsupportedError(str(error)) from None
 
 
-def _parse(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return arguments
+def multiply(
+    x: Tensor, w: Tensor, bias: Tensor | None, variant: SkinnyVariant, prefetch: Tensor | None = None
+) -> Tensor:
+    """Return the product by the CUDA kernel; the arguments are those of a call that it covers."""
+    out = _result(x, w)
+    run_kernel(SkinnyGemm(x, w, bias, out, prefetch), variant)
+    return out
 
 
-def _check(inputs: tuple[Any, ...], out: Tensor | None) -> None:
-    x, w, bias, variant, max_tokens = inputs
+def _check(x: Tensor, w: Tensor, bias: Tensor | None, variant: str, max_tokens: int) -> None:
     check = TensorChecks("skinny_gemm")
     check.shape("x", x, "T", "K")
     check.dtype("x", x, *_DTYPES)
@@ -106,37 +110,27 @@ def _check(inputs: tuple[Any, ...], out: Tensor | None) -> None:
         raise check.error("variant", "name", repr(variant), " or ".join(_VARIANTS))
     if not 0 <= max_tokens <= MAX_TOKENS:
         raise check.error("max_tokens", "number", max_tokens, f"0 to {MAX_TOKENS}")
-    if out is not None:
-        check.shape("out", out, "T", "N")
-        check.dtype("out", out, x.dtype)
-        check.contiguous_rows("out", out)
-    check.devices({"w": w, "bias": bias, "out": out}, x.device)
+    check.devices({"w": w, "bias": bias}, x.device)
 
 
-def _run(inputs: tuple[Any, ...], out: Tensor) -> None:
-    x, w, bias, name, max_tokens = inputs
-    if x.shape[0] == 0:
-        return
-    variant = _VARIANTS[name]
-    if x.shape[0] <= max_tokens:
-        call = SkinnyGemm(x, w, bias, out)
-        reason = why_no_kernel(call, variant)
+def _run(x: Tensor, w: Tensor, bias: Tensor | None, name: str, max_tokens: int) -> Tensor:
+    if 0 < x.shape[0] <= max_tokens:
+        variant = _VARIANTS[name]
+        reason = why_no_kernel(SkinnyGemm(x, w, bias, x), variant)
         if reason is None:
-            run_kernel(call, variant)
-            return
+            return multiply(x, w, bias, variant)
         if x.is_cuda:
             _load.warn_of_reference("skinny_gemm", reason)
-    out.copy_(torch.nn.functional.linear(x, w, bias))
+    return torch.nn.functional.linear(x, w, bias)
 
 
 def _result(x: Tensor, w: Tensor, *_: Any) -> Tensor:
     return torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
 
 
-register_op(
+register_result_op(
     "skinny_gemm",
     "Tensor x, Tensor w, Tensor? bias, str variant, int max_tokens",
-    parse=_parse,
     check=_check,
     run=_run,
     result=_result,
