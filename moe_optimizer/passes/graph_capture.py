@@ -21,6 +21,7 @@ from moe_optimizer.plan_context.graph_arguments import (
     LARGEST_FLAG,
     SIZES_FLAG,
     argument_against_graphs,
+    exchange_against_graphs,
     is_eager,
     largest_given,
     may_capture_prompts,
@@ -72,13 +73,15 @@ class GraphCapture(OptimizationPass):
         without = argument_against_graphs(ctx.pinned)
         if without:
             return f"{without} is given after --"
+        if exchange := exchange_against_graphs(ctx):
+            return f"vLLM captures nothing with the all-to-all {exchange}"
         if ctx.device == "cpu" and not is_eager(ctx):
             return "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
         return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's default."""
-        eager = bool(argument_against_graphs(ctx.pinned))
+        eager = bool(argument_against_graphs(ctx.pinned) or exchange_against_graphs(ctx))
         return self._decide(ctx, Status.OFF, "no graphs" if eager else "vLLM's default", reason, eager=eager)
 
     def choose(self, ctx: PlanContext) -> Decision:

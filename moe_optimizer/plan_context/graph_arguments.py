@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -12,6 +13,8 @@ LARGEST_FLAG = "--max-cudagraph-capture-size"
 SIZES_FLAG = "--cudagraph-capture-sizes"
 _COMPILATION_FLAG = "--compilation-config"
 """Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
+_NO_GRAPHS = "deepep_high_throughput"
+"""vLLM sets its mode to NONE with it and data parallelism (`set_splitting_ops_for_v1`, vLLM 0.26 and 0.32)."""
 
 
 def is_eager(ctx: PlanContext) -> bool:
@@ -29,6 +32,13 @@ def argument_against_graphs(given: ServeArguments) -> str:
         return f"{LARGEST_FLAG} 0"
     mode = _mode(given)
     return f"cudagraph_mode {mode}" if mode.upper() == "NONE" else ""
+
+
+def exchange_against_graphs(ctx: PlanContext) -> str:
+    """Return the exchange of tokens between copies with which vLLM captures nothing; "" where there is none."""
+    overlap = ctx.params(DualBatchOverlapParams)
+    backend = overlap.all2all_backend if overlap else ctx.pinned.value("--all2all-backend")
+    return _NO_GRAPHS if backend == _NO_GRAPHS and ctx.parallelism.data_parallel_size > 1 else ""
 
 
 def largest_given(given: ServeArguments) -> tuple[str, int]:

@@ -234,3 +234,36 @@ def test_parts_of_attention_have_room_in_what_the_server_leaves_alone():
 def test_prompts_get_no_graphs_where_none_would_be_used(changes):
     decision = decide_with_prompts(256, **changes)
     assert (decision.status, decision.vllm_args.words) == (Status.ON, ())
+
+
+EXCHANGED = {"parallelism": {"expert_parallel": "on", "data_parallel_size": 2}}
+HIGH_THROUGHPUT = {"dual_batch_overlap": {"mode": "on", "all2all_backend": "deepep_high_throughput"}}
+
+
+@pytest.mark.parametrize(
+    ("passes", "pinned"),
+    [(EXCHANGED | HIGH_THROUGHPUT, {}), (EXCHANGED, {"--all2all-backend": "deepep_high_throughput"})],
+    ids=["by the overlap", "by the user"],
+)
+def test_with_deepeps_kernels_for_many_tokens_vllm_captures_nothing_and_the_plan_says_so(passes, pinned):
+    profile = profile_with(passes=passes)
+    decision = decide(hardware=gpus("h100_sxm", 2), model=qwen3_30b_a3b(), profile=profile, pinned=pinned)
+    assert (decision.status, decision.value) == (Status.OFF, "no graphs")
+    assert decision.params_as(GraphCaptureParams).cuda_graphs is False
+    assert "deepep_high_throughput" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("passes", "backend"),
+    [
+        ({"parallelism": {"expert_parallel": "on", "tensor_parallel_size": 2}}, "deepep_high_throughput"),
+        (EXCHANGED, "deepep_low_latency"),
+    ],
+    ids=["one copy", "kernels for few tokens"],
+)
+def test_with_other_exchanges_it_does(passes, backend):
+    profile = profile_with(passes=passes | {"graph_capture": {"prompts": "off"}})
+    decision = decide(
+        hardware=gpus("h100_sxm", 2), model=qwen3_30b_a3b(), profile=profile, pinned={"--all2all-backend": backend}
+    )
+    assert decision.params_as(GraphCaptureParams).cuda_graphs is True
