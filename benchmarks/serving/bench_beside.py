@@ -2,7 +2,7 @@
 
     python benchmarks/serving/bench_beside.py --out FILE --side "four-bit DIR +four_bit" --side "stock DIR-INT4"
         [--side "fp8 DIR +fp8 gpus=1"] [--workload benchmarks/serving/served.yaml] [--workload prefill]
-        [--repetitions 3] [--total-s 560] [-- vllm serve arguments of all sides]
+        [--repetitions 3] [--warm-up-s 120] [--total-s 560] [-- vllm serve arguments of all sides]
 
 A side is a name, a model's folder, a profile (@FILE; the balanced one by default), passes to switch on (+four_bit) or
 off (-flash_dmoe) in it, GPUs of its own (gpus=1 or gpus=2,3), and vllm serve arguments of its own; `stock` is vLLM
@@ -39,6 +39,7 @@ from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.compile_caches import compile_caches  # noqa: E402
+from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S  # noqa: E402
 from moe_optimizer.measure.bench.result import RESULT_FILE  # noqa: E402
 from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side  # noqa: E402
 from moe_optimizer.passes.registry import PASS_NAMES  # noqa: E402
@@ -101,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workload", action="append", dest="workloads", help=f"(default: {DEFAULT_WORKLOAD})")
     parser.add_argument("--clients", action="append", help="of every workload; given again: of a bench of its own")
     parser.add_argument("--first-s", type=float, default=0.0, help="prompts of any length for so long before the first")
+    parser.add_argument(
+        "--warm-up-s", type=float, default=DEFAULT_LIMIT_S, help="the most of a server's warm-up, in turns"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--run-dir", type=Path, help="for logs and samples (default: a temporary folder)")
@@ -126,7 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # `bench` and the servers look into the same folders for what was compiled.
         os.environ.update(compile_caches(sides[0].plan, os.environ))
         gpus = {each.name: each.environment for each in options.sides}
-        up = stack.enter_context(started(sides, folder, options.total_s, record["not_started"], environments=gpus))
+        up = stack.enter_context(
+            started(
+                sides, folder, options.total_s, record["not_started"], warm_up_s=options.warm_up_s, environments=gpus
+            )
+        )
         record["sides"] = {
             side.name: about(side, up[side.name]) | {"gpus": words.gpus}
             for side, words in zip(sides, options.sides, strict=True)
