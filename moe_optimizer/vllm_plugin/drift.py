@@ -20,6 +20,7 @@ from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
 from moe_optimizer.vllm_plugin.worker.draft_sampling import DRAFT_SAMPLING
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.worker.half_batches import HALF_BATCH_METADATA
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
 _PERMANENT = "stays: a public interface"
@@ -226,6 +227,7 @@ _SEAMS = (
     _patch("a worker's model is loaded", WORKER_MODEL_LOADED),
     _patch("a worker's step", WORKER_EXECUTE_MODEL),
     _patch("sampling of drafts on the CPU build", DRAFT_SAMPLING),
+    _patch("metadata of half batches", HALF_BATCH_METADATA),
     _patch("monitor of compilations", JIT_EVENTS),
     _patch("a layer's expert map", ROUTED_EXPERTS),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),

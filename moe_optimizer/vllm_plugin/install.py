@@ -15,7 +15,7 @@ from typing import Any
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams, ExpertPlacementParams, FlashDmoeParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
@@ -39,6 +39,7 @@ from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
 from moe_optimizer.vllm_plugin.worker.draft_sampling import DRAFT_SAMPLING
 from moe_optimizer.vllm_plugin.worker.drafts import checks_drafts
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.worker.half_batches import HALF_BATCH_METADATA
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
 logger = get_logger(__name__)
@@ -205,6 +206,8 @@ def _install_flag_proof(session: PluginSession, decision: Decision) -> None:
         _patch(session, decision.pass_name, WORKER_EXECUTE_MODEL, refusal=_NOT_SHOWN)
     if checks_drafts(decision) and session.plan is not None and not session.plan.num_gpus:
         _patch(session, decision.pass_name, DRAFT_SAMPLING, refusal="sampled answers may be wrong: ")
+    if isinstance(decision.params, DualBatchOverlapParams):
+        _patch(session, decision.pass_name, HALF_BATCH_METADATA, refusal="answers may be wrong: ")
 
 
 def _vllm_fits(session: PluginSession, pass_name: str, *, changes_graph: bool = False, refusal: str = "") -> bool:
