@@ -28,8 +28,6 @@ COPIES = ("--data-parallel-size", "2", "--enable-expert-parallel")
 # DeepEP's kernels within a host, which need no NVSHMEM; vLLM splits steps of 32 tokens or more by itself.
 OVERLAP = ("--all2all-backend", "deepep_high_throughput",
            "--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2")  # fmt: skip
-SPLIT = "should_ubatch: True"
-"""What vLLM logs of a step that it splits."""
 
 
 def make(*, overlapped: bool) -> Plan:
@@ -48,17 +46,12 @@ def answers(plan: Plan, run_dir: Path) -> tuple[Answer, ...]:
 
 def test_overlapped_steps_give_stocks_tokens_up_to_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     ours = answers(make(overlapped=True), tmp_path / "ours")
     holders = model_holders(read_proofs(tmp_path / "ours"))
     assert len(holders) == 2
     for proof in holders:
         entry = proof.passes[PASS]
-        assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
-    logs = [path.read_text(errors="replace") for path in (tmp_path / "ours").rglob("*.log")]
-    assert any(SPLIT in text for text in logs)
-
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+        assert (entry.applied, entry.ran, entry.found, entry.why_not) == (True, True, "steps were split", "")
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
     for at_stock, each in zip(answers(make(overlapped=False), tmp_path / "stock"), ours, strict=True):
         assert_same_up_to_a_tie(at_stock, each)
