@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4, int4_weights
+from moe_optimizer.specs.lora_targets import reach_experts
 from moe_optimizer.specs.model import ModelSpec
 
 OP = "fused_experts"
@@ -16,7 +17,6 @@ NOT_DATA_PARALLEL = "does not run under data parallelism"
 _CUDA_DTYPES = ("bfloat16",)
 _PINNED_ON_GPUS = {
     "--moe-backend": ("auto", "triton"),
-    "--enable-lora": ("false",),
     "--all2all-backend": ("allgather_reducescatter",),
 }
 """Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
@@ -139,6 +139,20 @@ def why_not_built(ctx: PlanContext) -> str:
     return ""
 
 
+def why_adapters_keep_vllms(ctx: PlanContext) -> str:
+    """Return why LoRA adapters leave the experts to vLLM's kernels, which alone apply them, or ""."""
+    if not ctx.pinned.is_on("--enable-lora"):
+        return ""
+    targets = ctx.pinned.value("--lora-target-modules")
+    if not reach_experts(None if targets is None else targets.split()):
+        return ""
+    found = "--enable-lora" if targets is None else f"--lora-target-modules {targets}"
+    return (
+        f"LoRA adapters may change the experts, found {found} after --: vLLM's own kernels apply them; with "
+        "--lora-target-modules of the attention alone (q_proj k_proj v_proj o_proj) ours compute the experts"
+    )
+
+
 def why_not_beside_triton(ctx: PlanContext) -> str:
     """Return why our kernels cannot take the place of vLLM's Triton on GPUs, whatever the weights are, or ""."""
     if ctx.dtype not in _CUDA_DTYPES:
@@ -162,7 +176,7 @@ def why_not_for_converted_weights(ctx: PlanContext) -> str:
     wish, origin = ctx.wish("flash_dmoe")
     if wish is Wish.OFF:
         return f"needs our expert kernel to read the weights, and flash_dmoe is switched off by {origin}"
-    fits = why_model_does_not_fit(ctx) or why_not_built(ctx)
+    fits = why_model_does_not_fit(ctx) or why_adapters_keep_vllms(ctx) or why_not_built(ctx)
     return fits if ctx.device == "cpu" else fits or why_not_beside_triton(ctx)
 
 

@@ -14,6 +14,7 @@ from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT
 from moe_optimizer.vllm_plugin.experts.int4_choice import INT4_CHOICE, INT4_LOADED
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
+from moe_optimizer.vllm_plugin.experts.lora import MOE_LAYER_CONFIG
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
@@ -183,6 +184,7 @@ _SEAMS = (
     ),
     _patch("unquantized kernel choice", UNQUANTIZED_ORACLE),
     _patch("fp8 kernel choice", FP8_ORACLE),
+    _patch("MoE layers with LoRA adapters", MOE_LAYER_CONFIG),
     _patch("gpt-oss kernel choice", GPT_OSS_CHOICE),
     _patch("gpt-oss loaded weights", GPT_OSS_LOADED),
     _patch("INT4 kernel choice", INT4_CHOICE),

@@ -26,6 +26,7 @@ from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT
 from moe_optimizer.vllm_plugin.experts.int4_choice import INT4_CHOICE, INT4_LOADED
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
+from moe_optimizer.vllm_plugin.experts.lora import MOE_LAYER_CONFIG
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_mxfp4 import FOUR_BIT_PASS
@@ -136,8 +137,9 @@ def install_experts(session: PluginSession, decision: Decision | None = None) ->
     if stored in ("", INT4):
         methods = INT4_LOADED if session.plan is None else (str(session.plan.model.quant_method),)
         _patch(session, needed_by, INT4_CHOICE, *(patch for method in methods for patch in INT4_LOADED[method]))
-    # Where it is refused, the experts serve without the canary, and the proof has none.
-    _patch(session, None, WORKER_MODEL_LOADED)
+    # Where the first is refused, the experts serve without the canary, and the proof has none; where the second is,
+    # they are vLLM's in a server with LoRA adapters.
+    _patch(session, None, WORKER_MODEL_LOADED, MOE_LAYER_CONFIG)
 
 
 def install_fp8(session: PluginSession, decision: Decision) -> None:

@@ -74,3 +74,11 @@ def uses_lora() -> bool:
 
     config = get_current_vllm_config_or_none()
     return config is not None and config.lora_config is not None
+
+
+def lora_targets() -> list[str] | None:
+    """Return the names that the server's LoRA adapters are limited to; None: any module, or no adapters."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return None if config is None or config.lora_config is None else config.lora_config.target_modules

@@ -128,10 +128,12 @@ def tiny_plan(
     )
 
 
-def ask(base_url: str, prompts: Sequence[str] | Sequence[list[int]] = PROMPTS) -> tuple[Answer, ...]:
-    """Complete all prompts in one request."""
+def ask(
+    base_url: str, prompts: Sequence[str] | Sequence[list[int]] = PROMPTS, *, model: str | None = None
+) -> tuple[Answer, ...]:
+    """Complete all prompts in one request, by the server's first model if none is named."""
     body = {
-        "model": ServerClient(base_url).models()[0],
+        "model": model or ServerClient(base_url).models()[0],
         "prompt": list(prompts),
         "max_tokens": MAX_TOKENS,
         "temperature": 0,

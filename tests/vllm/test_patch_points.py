@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.experts import kernel, kernel_choice
 from moe_optimizer.vllm_plugin.experts.kernel_choice import UNQUANTIZED_ORACLE
+from moe_optimizer.vllm_plugin.experts.lora import MOE_LAYER_CONFIG
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.plugin_state import own_patches, own_session
@@ -45,11 +47,24 @@ def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
     yield start
     patches.undo(UNQUANTIZED_ORACLE.target)
+    patches.undo(MOE_LAYER_CONFIG.target)
     forget_self_tests()
 
 
 def chosen(oracle: Any, **changes: Any) -> str:
     return oracle.select_unquantized_moe_backend(moe_config(**changes))[1].__name__
+
+
+@contextlib.contextmanager
+def lora_server(target_modules: list[str] | None) -> Iterator[None]:
+    """vLLM builds a model in here whose adapters are limited to these modules."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config.lora import LoRAConfig
+
+    config = VllmConfig()
+    config.lora_config = LoRAConfig(target_modules=target_modules)
+    with set_current_vllm_config(config):
+        yield
 
 
 def why_not(session: PluginSession) -> str:
@@ -107,10 +122,25 @@ def unsupported() -> dict[str, tuple[dict[str, Any], str]]:
 def test_lora_is_left_to_stock_because_vllm_would_not_ask(
     oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "uses_lora", lambda: True)
     session = activate()
-    assert chosen(oracle) == "CPUUnquantizedExperts"
+    with lora_server(None):
+        assert chosen(oracle) == "CPUUnquantizedExperts"
     assert "LoRA" in why_not(session)
+
+
+def test_a_layer_that_no_adapter_may_change_is_ours_and_no_longer_marked(
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = {"is_lora_enabled": True}
+    with lora_server(["q_proj"]):
+        assert chosen(oracle, **marked) == "TritonExperts"
+        session = activate()
+        assert chosen(oracle, **marked) == "MoeOptimizerCpuExperts"
+        assert why_not(session) == ""
+        # Another vLLM: it would take the first class without asking.
+        patches.undo(MOE_LAYER_CONFIG.target)
+        assert chosen(oracle, **marked) == "TritonExperts"
+        assert "unasked" in why_not(session)
 
 
 @pytest.mark.parametrize("layer", ["GELU", "data parallel", "EPLB", "clamped", "FP64"])

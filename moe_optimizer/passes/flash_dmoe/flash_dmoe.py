@@ -29,6 +29,7 @@ from moe_optimizer.plan_context.expert_kernel import (
     OP,
     converted_format,
     stored_four_bits,
+    why_adapters_keep_vllms,
     why_groups_are_cut,
     why_model_does_not_fit,
     why_not_beside_triton,
@@ -64,8 +65,8 @@ class FlashDmoe(OptimizationPass):
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
     limits = (
-        "gated SiLU experts without biases, or gpt-oss's; no act-order; at most 1024 experts and top-32, no LoRA; on "
-        "the CPU no data parallelism; on GPUs Hopper, BF16 activations, BF16, FP8, MXFP4 or INT4 weights"
+        "gated SiLU experts without biases, or gpt-oss's; no act-order; at most 1024 experts and top-32; no LoRA on "
+        "experts; on the CPU no data parallelism; on GPUs Hopper, BF16 activations, BF16, FP8, MXFP4 or INT4 weights"
     )
     no_gain = "our kernel and vLLM's are not measured on this machine"
 
@@ -327,6 +328,9 @@ def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
     if four_bits:
         # Seen with AMX (vLLM 0.32, a Xeon): SIGILL in the kernel for MXFP4, and no kernel for INT4 with zero points.
         needs += (f"{_IN_WORDS[four_bits]}, which vLLM's CPU kernel reads only with AMX, and there not all",)
+    if ctx.pinned.is_on("--enable-lora"):
+        # Seen with vLLM 0.32: the first request ends the server.
+        needs += ("LoRA adapters, beside which vLLM's CPU build takes Triton's experts, which do not run there",)
     converted = converted_format(ctx)
     return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
 
@@ -341,6 +345,8 @@ def _quantisation(ctx: PlanContext) -> str:
 
 
 def _vllm_fits(ctx: PlanContext) -> str:
+    if adapters := why_adapters_keep_vllms(ctx):
+        return adapters
     if ctx.device == "cpu":
         if "--quantization" in ctx.pinned:
             return f"needs unquantised expert weights, found {_quantisation(ctx)}"

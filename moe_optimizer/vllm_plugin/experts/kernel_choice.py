@@ -8,8 +8,9 @@ from typing import Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.vllm_plugin.experts.lora import why_adapters_keep_vllms
 from moe_optimizer.vllm_plugin.patch import Patch
-from moe_optimizer.vllm_plugin.server_facts import cpu_threads, server_facts, uses_lora, world
+from moe_optimizer.vllm_plugin.server_facts import cpu_threads, server_facts, world
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 _WHY = (
@@ -59,11 +60,7 @@ def offered_classes(session: PluginSession, load: Callable[[], Any], stock: Sequ
     if session.wanted(EXPERTS_PASS) is None:
         return []
     session.proof.model_rank, session.proof.world_size = world()
-    if uses_lora():
-        # vLLM then takes the first class without asking it anything.
-        session.refused(EXPERTS_PASS, "kernel does not support LoRA")
-        return []
-    if why_not := _other_worker(session):
+    if why_not := why_adapters_keep_vllms() or _other_worker(session):
         session.refused(EXPERTS_PASS, why_not)
         return []
     offered = load()

@@ -331,6 +331,25 @@ def test_where_another_kernel_of_vllm_would_be_beside_it_it_stays_off(pinned, wh
     assert decide_on_h200(speeds(), pinned={"--moe-backend": "triton"}).status is Status.ON
 
 
+ATTENTION = {"--enable-lora": "", "--lora-target-modules": "q_proj k_proj v_proj o_proj"}
+EXPERTS_TOO = {"--enable-lora": "", "--lora-target-modules": "q_proj experts"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_adapters_that_cannot_change_experts_leave_them_to_our_kernels(device):
+    def decided(pinned: dict[str, str]) -> Decision:
+        return decide(pinned=pinned) if device == "cpu" else decide_on_h200(speeds(), pinned=pinned)
+
+    assert decided(ATTENTION).status is Status.ON
+    for pinned, found in (
+        ({"--enable-lora": ""}, "--enable-lora"),
+        (EXPERTS_TOO, "--lora-target-modules q_proj experts"),
+    ):
+        decision = decided(pinned)
+        assert decision.status is not Status.ON
+        assert f"found {found} after --" in decision.reason
+
+
 def test_float16_is_refused_on_gpus():
     assert "found float16" in decide_on_h200(speeds(), dtype="float16").reason
 

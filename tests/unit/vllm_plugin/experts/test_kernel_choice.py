@@ -19,7 +19,7 @@ from tests.builders import OURS, cpu_machine, request, tiny_moe
 @pytest.fixture
 def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Asks whether the class is offered in a worker, by the threads of the plan's measurement and its own."""
-    monkeypatch.setattr(kernel_choice, "uses_lora", lambda: False)
+    monkeypatch.setattr(kernel_choice, "why_adapters_keep_vllms", lambda: "")
     monkeypatch.setattr(kernel_choice, "world", lambda: (0, 1))
 
     def ask(planned: int | None, here: int) -> tuple[bool, str]:
