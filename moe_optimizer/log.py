@@ -50,6 +50,8 @@ def configure_inside_vllm() -> None:
         handler.setFormatter(logging.Formatter("moe-optimizer %(levelname)s: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        # Some library in vLLM's workers gives the root logger a handler, which would write each message again.
+        logger.propagate = False
 
 
 class _ToStderr(logging.StreamHandler):

@@ -27,6 +27,10 @@ def test_each_message_begins_with_our_name_and_is_written_once(monkeypatch: pyte
     # As vLLM does later, to name the process in each line.
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
+    # As a library in a worker does, which calls `logging.info` or `basicConfig`.
+    root = logging.StreamHandler(stderr)
+    logging.getLogger().addHandler(root)
     get_logger("moe_optimizer.vllm_plugin.session").warning("not %s", "applied")
     get_logger("moe_optimizer.vllm_plugin.session").info("done")
+    logging.getLogger().removeHandler(root)
     assert stderr.getvalue().splitlines() == ["moe-optimizer WARNING: not applied", "moe-optimizer INFO: done"]
