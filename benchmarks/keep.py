@@ -1,12 +1,14 @@
-"""Keeps what was measured as a record: a result of `moe-optimizer bench` or `tune`, files of layouts or of starts.
+"""Keeps what was measured as a record: a result of `moe-optimizer bench` or `tune`, files of layouts, starts or steps.
 
     python benchmarks/keep.py runs/bench-1/bench.json --machine h100 --subject served
     python benchmarks/keep.py runs/tune-1/ledger.json --machine h100 --subject tuned
     python benchmarks/keep.py layouts.json --machine h100_x2 --subject layouts_mixtral
     python benchmarks/keep.py ours.json vllm.json --machine h100 --subject starts
+    python benchmarks/keep.py stock.json ours.json --machine h100 --subject decode_step
 
-Run it in the checkout that was measured: the record names its commit. Files of bench_layouts.py and bench_starts.py
-name it themselves; several of one commit, machine and workload become one record. Ends of logs are left out.
+Run it in the checkout that was measured: the record names its commit. Files of bench_layouts.py, bench_starts.py and
+bench_decode_step.py name it themselves; several of one commit, machine and workload become one record. Ends of logs are
+left out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record import checkout, parser_of, write_record
 
-JOINED = ("layouts", "starts")
+JOINED = ("layouts", "starts", "remarks")
 """What a benchmark's own file holds, of which several files become one record."""
 _SAME = ("what", "commit", "dirty", "environment", "model", "workload")
 
@@ -61,6 +63,9 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         record["further_commands"] = [other["command"] for other in others]
     if "starts" in first:
         return record | {"starts": [start for result in results for start in result["starts"]]}
+    if "remarks" in first:
+        sides = {side: steps for result in results for side, steps in result["sides"].items()}
+        return record | {"remarks": [each for result in results for each in result["remarks"]], "sides": sides}
     layouts: dict[str, Any] = {}
     for result in results:
         for name, found in result["layouts"].items():

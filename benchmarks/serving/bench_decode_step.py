@@ -1,9 +1,11 @@
 """Writes the ledger of a decode step, ours beside stock vLLM's: time per group of kernels and the floor of its bytes.
 
     python benchmarks/serving/bench_decode_step.py --model DIR --out FILE [--batches 1,8,64,128] [--context 512]
-        [--profile balanced] [-- further vllm serve arguments]
+        [--sides stock,ours] [--profile balanced] [-- further vllm serve arguments]
 
 One GPU. Both sides get the arguments after `--`; ours follows the plan of the profile, with the tables of this machine.
+The record is written after each side. With one of --sides, each on a GPU of its own, keep.py makes one record of both;
+give a context for each batch then (512,512,256), since no side knows what the other could hold.
 Where the cache does not hold a batch with --context tokens each, its sequences are shorter, or it is left out: the
 record's remarks say so.
 A model without weights is decoded with --load-format dummy, which leaves routing near uniform.
@@ -21,8 +23,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
+from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
-from moe_optimizer.measure.decode_step.comparison import compare_steps, render  # noqa: E402
+from moe_optimizer.measure.decode_step.comparison import (  # noqa: E402
+    SIDES,
+    profiled_sides,
+    remarks_of,
+    side_steps,
+)
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 
@@ -33,13 +41,18 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", default="1,8,64,128")
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--context", default="512", help="tokens of a sequence, of all batches or of each")
+    parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="for each side")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:at])
     batches = tuple(int(each) for each in options.batches.split(","))
+    contexts = tuple(int(each) for each in options.context.split(","))
+    sides = tuple(side for side in SIDES if side in options.sides.split(","))
+    if len(contexts) not in (1, len(batches)) or not sides:
+        parser.error(f"got --context {options.context} and --sides {options.sides} for {len(batches)} batches")
     plan = plan_here(
         options.model,
         *sys.argv[at + 1 :],
@@ -53,20 +66,25 @@ def main() -> int:
             options.commit,
         ),
         "plan_digest": plan.digest,
+        "environment": gpu_environment(),
+        "remarks": [],
+        "sides": {},
     }
-    found = compare_steps(
+    for side, found in profiled_sides(
         plan,
+        sides,
         batches=batches,
-        context=options.context,
+        contexts=contexts * (len(batches) // len(contexts)),
         steps=options.steps,
         timeout_s=options.timeout_s,
         on_step=lambda _share, text: print(text, flush=True),
-    )
-    record["environment"] = {**gpu_environment(), "vllm": found.vllm, "torch": found.torch}
-    record["remarks"] = list(found.remarks)
-    record["sides"] = {"stock": encode(found.stock), "ours": encode(found.ours)}
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(render(found))
+    ):
+        steps = side_steps(plan, side, found)
+        record["environment"] |= {"vllm": found.vllm, "torch": found.torch}
+        record["remarks"] += remarks_of(side, found)
+        record["sides"][side] = encode(steps)
+        write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+        print(*(f"{side}: {each}" for each in steps.ledgers), sep="\n", flush=True)
     return 0
 
 

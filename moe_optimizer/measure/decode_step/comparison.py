@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_optimizer.costs.weights import stored_linear_bits
@@ -57,30 +58,59 @@ def compare_steps(
     Raises:
         UnsupportedError, RequiredNotAppliedError, ServerFailedError: see `profile_steps`.
     """
-    found: dict[Side, ProfiledSteps] = {}
-    contexts, shorter = (context,) * len(batches), True
-    for number, side in enumerate(SIDES):
-        name = _NAMES[side]
-        on_step(number / len(SIDES), f"decode steps of {name}")
-        found[side] = profile_steps(
-            plan, side, batches=batches, contexts=contexts, shorter=shorter, steps=steps, timeout_s=timeout_s,
-            on_step=lambda share, text, number=number, name=name: on_step(
-                (number + share) / len(SIDES), f"{name}: {text}"
-            ),
-        )  # fmt: skip
-        # The other side decodes the same.
-        batches = tuple(profile.batch for profile in found[side].profiles)
-        contexts, shorter = tuple(profile.context for profile in found[side].profiles), False
+    contexts = (context,) * len(batches)
+    found = dict(
+        profiled_sides(
+            plan, SIDES, batches=batches, contexts=contexts, steps=steps, timeout_s=timeout_s, on_step=on_step
+        )
+    )
     ours = found["ours"]
-    sides = {}
-    for side in SIDES:
-        profiles = tuple(profile for profile in found[side].profiles if profile.batch in batches)
-        sides[side] = SideSteps(ledgers=tuple(_ledger(plan, side, each) for each in profiles), profiles=profiles)
+    batches = tuple(profile.batch for profile in ours.profiles)
     return StepComparison(
         plan_digest=plan.digest, device=ours.device, vllm=ours.vllm, torch=ours.torch,
-        stock=sides["stock"], ours=sides["ours"],
-        remarks=tuple(f"{_NAMES[side]}: {remark}" for side in SIDES for remark in found[side].remarks),
+        stock=side_steps(plan, "stock", found["stock"], batches), ours=side_steps(plan, "ours", ours, batches),
+        remarks=tuple(remark for side in SIDES for remark in remarks_of(side, found[side])),
     )  # fmt: skip
+
+
+def profiled_sides(
+    plan: Plan,
+    sides: Sequence[Side],
+    *,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    steps: int,
+    timeout_s: float,
+    on_step: OnStep,
+) -> Iterator[tuple[Side, ProfiledSteps]]:
+    """Yield each side's profile once it is there; a later side decodes what the one before it could.
+
+    Args and errors: those of `compare_steps`, but for the tokens of a sequence, which each batch has of its own.
+    """
+    shorter = True
+    for number, side in enumerate(sides):
+        name = _NAMES[side]
+        on_step(number / len(sides), f"decode steps of {name}")
+        found = profile_steps(
+            plan, side, batches=batches, contexts=contexts, shorter=shorter, steps=steps, timeout_s=timeout_s,
+            on_step=lambda share, text, number=number, name=name: on_step(
+                (number + share) / len(sides), f"{name}: {text}"
+            ),
+        )  # fmt: skip
+        batches = tuple(profile.batch for profile in found.profiles)
+        contexts, shorter = tuple(profile.context for profile in found.profiles), False
+        yield side, found
+
+
+def side_steps(plan: Plan, side: Side, found: ProfiledSteps, batches: tuple[int, ...] | None = None) -> SideSteps:
+    """Return the ledgers of a side's profile, as far as `batches` goes."""
+    profiles = tuple(profile for profile in found.profiles if batches is None or profile.batch in batches)
+    return SideSteps(ledgers=tuple(_ledger(plan, side, each) for each in profiles), profiles=profiles)
+
+
+def remarks_of(side: Side, found: ProfiledSteps) -> tuple[str, ...]:
+    """Return the remarks on a side's batches with its name."""
+    return tuple(f"{_NAMES[side]}: {remark}" for remark in found.remarks)
 
 
 def _ledger(plan: Plan, side: Side, profile: StepProfile) -> Ledger:

@@ -174,6 +174,10 @@ def test_several_files_of_layouts_or_of_starts_become_one_record(kept: Callable[
     assert found["further_commands"] == [["python", "b"]]
     found = kept(STARTS, STARTS | {"starts": [{"side": "vllm", "ready_s": 56.0}]})
     assert [start["side"] for start in found["starts"]] == ["ours", "vllm"]
+    steps = {**STARTS, "remarks": ["stock vLLM: shorter"], "sides": {"stock": {"ledgers": []}}}
+    del steps["starts"]
+    found = kept(steps, steps | {"remarks": [], "sides": {"ours": {"ledgers": []}}})
+    assert (list(found["sides"]), found["remarks"]) == (["stock", "ours"], ["stock vLLM: shorter"])
 
 
 @pytest.mark.parametrize("change", [{"commit": "1234567"}, {"environment": {"device": "NVIDIA H200"}}, {}])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.measure.decode_step import comparison
-from moe_optimizer.measure.decode_step.comparison import compare_steps, render
+from moe_optimizer.measure.decode_step.comparison import compare_steps, profiled_sides, render
 from moe_optimizer.measure.decode_step.profiled_steps import KernelTime, ProfiledSteps, StepProfile
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, qwen3_30b_a3b
@@ -49,3 +50,25 @@ def test_the_plan_is_asked_for_what_stock_vllm_could_and_both_show_what_both_cou
     assert render(found).endswith("\n\n".join(found.remarks))
     assert told[1] == (0.25, "stock vLLM: 64 sequences")
     assert told[3] == (0.75, "the plan: 64 sequences")
+
+
+def test_a_side_is_handed_over_before_the_next_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile_steps(_plan: Any, side: str, **_request: Any) -> ProfiledSteps:
+        if side == "ours":
+            raise ServerFailedError("it took too long")
+        return ProfiledSteps(device="H100", vllm="0.26.0", torch="2.11.0", profiles=(), remarks=())
+
+    monkeypatch.setattr(comparison, "profile_steps", profile_steps)
+    plan = make_plan(planned(qwen3_30b_a3b(), gpus("h100_sxm", 1)))
+    sides = profiled_sides(
+        plan,
+        comparison.SIDES,
+        batches=(1,),
+        contexts=(512,),
+        steps=2,
+        timeout_s=1.0,
+        on_step=lambda _share, _text: None,
+    )
+    assert next(sides)[0] == "stock"
+    with pytest.raises(ServerFailedError):
+        next(sides)
