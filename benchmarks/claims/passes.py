@@ -197,6 +197,11 @@ def _few_clients(record: Any, what: str) -> list[float]:
     return [*found, 1 / verdict["ratio"], 1 / verdict["high"], 1 / verdict["low"]]
 
 
+def _with_norm_rope_fusion(record: Any) -> list[float]:
+    (plain, fused), verdict = _pair_of(record, "qk", "tpot_ms", "1")
+    return [fused, plain, *(1 / verdict[bound] for bound in ("ratio", "high", "low"))]
+
+
 def _longer_step(record: Any, requests: str) -> list[float]:
     found = record["results"][requests]["quantiles"]["50%"]
     low, high = found["ratio_interval_95"]
@@ -347,6 +352,9 @@ CLAIMS = [
           ("2026-11-26_h200_stock_bf16",),
           lambda found: [number for key in ("tpot_ms", "output_tokens_per_s")
                          for number in _side_by_side(found, "stock", key)]),
+    Claim("docs/passes/norm_rope_fusion.md",
+          "a token took {3.88} ms with it and {3.97} ms without: {1.02} times as fast ({1.00} to {1.03};",
+          ("2026-11-27_h100_norm_rope_fusion",), _with_norm_rope_fusion),
     Claim("docs/passes/speculation.md", "kept it: {1.61}x ({1.39}x to {1.86}x) in tokens per second",
           ("2026-11-23_epyc_tuned_tiny-moe_text",), _speculation_kept),
     Claim("docs/passes/expert_load.md", "| layers of Qwen3-30B-A3B's shape | {0.10} to {0.17} %", (_LOAD_CPU,),

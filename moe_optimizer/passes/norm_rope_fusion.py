@@ -10,6 +10,7 @@ from moe_optimizer.plan_context.graph_arguments import is_eager
 
 _FLAG = "--compilation-config"
 _KEY = "pass_config.enable_qk_norm_rope_fusion"
+_RECORD = "benchmarks/records/2026-11-27_h100_norm_rope_fusion.json"
 _HEAD_DIMS = (64, 128, 256)
 """Read from vLLM's pass: the widths for which its kernel is compiled."""
 
@@ -18,7 +19,8 @@ class NormRopeFusion(OptimizationPass):
     """One kernel of vLLM in place of the norms of queries and keys and RoPE, in every layer.
 
     vLLM finds the place in the compiled graph by itself. It leaves this off, since whether it pays depends on the GPU;
-    so do we, until it was measured: `tune` compares the plan with it and without.
+    so do we: it gained with one client, and with more, or for prompts, it was not measured. `tune` compares the plan
+    with it and without.
     """
 
     name = "norm_rope_fusion"
@@ -28,7 +30,7 @@ class NormRopeFusion(OptimizationPass):
         "the proof shows that vLLM's configuration has it; where its pattern is not in the model's graph, vLLM changes "
         "nothing and says so only in its debug log"
     )
-    no_gain = "no record shows what it brings on this GPU"
+    no_gain = "measured with one client alone, on an H100: 1.02 times as fast"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs CUDA, 16-bit arithmetic, norms by heads of a width that the kernel has, and vLLM's compiler."""
@@ -56,4 +58,4 @@ class NormRopeFusion(OptimizationPass):
             )
         on = ServeArguments(f"{_FLAG}.{_KEY}", "true")
         reason = f"asked for by {origin}: one launch a layer in place of several small ones"
-        return self.decision(ctx, Status.ON, "on", reason, Applier.FLAGS, vllm_args=on)
+        return self.decision(ctx, Status.ON, "on", reason, Applier.FLAGS, vllm_args=on, evidence=(_RECORD,))
