@@ -147,8 +147,11 @@ def why_adapters_keep_vllms(ctx: PlanContext) -> str:
     if not reach_experts(None if targets is None else targets.split()):
         return ""
     found = "--enable-lora" if targets is None else f"--lora-target-modules {targets}"
+    theirs = "vLLM's own kernels apply them"
+    if ctx.device == "cpu":
+        theirs = "vLLM's CPU build takes Triton's kernels for that, which do not run there"
     return (
-        f"LoRA adapters may change the experts, found {found} after --: vLLM's own kernels apply them; with "
+        f"LoRA adapters may change the experts, found {found} after --: {theirs}; with "
         "--lora-target-modules of the attention alone (q_proj k_proj v_proj o_proj) ours compute the experts"
     )
 

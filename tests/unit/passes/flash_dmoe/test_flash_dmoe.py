@@ -372,6 +372,8 @@ def test_on_a_processor_where_vllm_is_faster_somewhere_its_kernel_stays():
     assert asked_for.status is Status.ON
     (warning,) = asked_for.warnings
     assert warning.startswith("flash_dmoe (flag --enable-flash-dmoe): ")
+    # At 16 tokens alone.
+    assert decide(software=measured(cpu_speeds(1.2, 1.3, 0.93, 1.2), device="cpu")).status is Status.OFF
 
 
 def test_on_a_processor_where_ours_is_never_slower_it_is_used_with_the_measurement():
