@@ -198,6 +198,17 @@ def test_an_exception_at_any_point_of_the_choice_leaves_stock(
     assert why_not(session) == "fallback: RuntimeError: injected"
 
 
+def test_an_exception_about_adapters_leaves_vllm_its_mark(
+    activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lora_server(["q_proj"]):
+        session = activate()
+        assert not moe_config(is_lora_enabled=True).is_lora_enabled
+        monkeypatch.setattr(PluginSession, "resolve_plan", raising)
+        assert moe_config(is_lora_enabled=True).is_lora_enabled
+    assert why_not(session) == "fallback: RuntimeError: injected"
+
+
 @pytest.mark.parametrize("name", ["add_compile_factor", "supported_version", "apply_when_imported"])
 def test_an_exception_while_applying_leaves_stock(
     oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch, name: str

@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.specs.lora_targets import reach_experts
 from moe_optimizer.vllm_plugin.patch import Patch, PatchState, patch_reports
 from moe_optimizer.vllm_plugin.server_facts import lora_targets, server_facts, uses_lora
-from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 
 def why_adapters_keep_vllms() -> str:
@@ -34,13 +35,22 @@ def _without_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     def marked(self: Any) -> None:
         original(self)
         session = current_session()
-        if session is None or not self.is_lora_enabled or reach_experts(lora_targets()):
+        if session is None or not self.is_lora_enabled:
             return
-        session.resolve_plan(server_facts)
-        if session.wanted(EXPERTS_PASS) is not None:
-            self.is_lora_enabled = False
+        try:
+            if not reach_experts(lora_targets()) and _ours_are_planned(session):
+                self.is_lora_enabled = False
+        except RequiredNotAppliedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM is building its model, which works with the mark too
+            session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
 
     return marked
+
+
+def _ours_are_planned(session: PluginSession) -> bool:
+    session.resolve_plan(server_facts)
+    return session.wanted(EXPERTS_PASS) is not None
 
 
 MOE_LAYER_CONFIG = Patch(
