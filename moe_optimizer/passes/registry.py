@@ -31,6 +31,7 @@ _PASSES = (
     ("scheduler", "Scheduler"),
     ("graph_capture", "GraphCapture"),
     ("norm_rope_fusion", "NormRopeFusion"),
+    ("skinny_gemm", "SkinnyGemm"),
     ("kv_cache", "KvCache"),
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)

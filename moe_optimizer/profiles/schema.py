@@ -235,6 +235,7 @@ class Passes(Section):
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
     speculation: SpeculationSection = SpeculationSection()
     norm_rope_fusion: PassSection = PassSection()
+    skinny_gemm: PassSection = PassSection()
     scheduler: SchedulerSection = SchedulerSection()
 
 

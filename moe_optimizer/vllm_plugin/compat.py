@@ -8,7 +8,10 @@ import hashlib
 import importlib.util
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+
+from moe_optimizer.errors import described
 
 MIN_VERSION = (0, 26)
 """Oldest vLLM whose kernel choice asks classes in order through one module-level function."""
@@ -73,6 +76,26 @@ def _defined_names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
     return set()
+
+
+def why_changed(relied_on: Mapping[str, Mapping[str, str]]) -> str:
+    """Return what of the vLLM of this process is not as known, or "".
+
+    Args:
+        relied_on: "module:name" -> versions -> `fingerprint` of its source; "": it is not there.
+    """
+    root = vllm_root()
+    assert root is not None, "vLLM runs in this process"
+    for target, known in relied_on.items():
+        module, _, name = target.partition(":")
+        try:
+            source = definition_source(module_path(root, module), name)
+        except (OSError, SyntaxError) as error:
+            return f"{module}: source cannot be read ({described(error)})"
+        found = "" if source is None else fingerprint(source)
+        if found not in known.values():
+            return f"vLLM's {name} changed: source {found or 'gone'}, known are {', '.join(known.values())}"
+    return ""
 
 
 def fingerprint(source: str) -> str:

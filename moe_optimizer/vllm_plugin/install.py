@@ -31,6 +31,7 @@ from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QU
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_mxfp4 import FOUR_BIT_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SPARSITY_PASS
+from moe_optimizer.vllm_plugin.linears import SKINNY_PASS
 from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
@@ -176,6 +177,12 @@ def _show_expert_load(session: PluginSession) -> None:
         show_on_metrics(session.run_dir, expert_load_metrics)
 
 
+def install_linears(session: PluginSession, decision: Decision) -> None:  # noqa: ARG001 - it says no more than on
+    """Have our kernel multiply few tokens with dense weights, once the model is loaded."""
+    if _vllm_fits(session, SKINNY_PASS, changes_graph=True):
+        _patch(session, SKINNY_PASS, WORKER_MODEL_LOADED)
+
+
 def install_placement(session: PluginSession, decision: Decision) -> None:
     """Place experts by expert maps before loading, or as the policy of vLLM's EPLB."""
     if not _vllm_fits(session, PLACEMENT_PASS):
@@ -195,6 +202,7 @@ INSTALLERS: Mapping[str, Callable[[PluginSession, Decision], Any]] = {
     FP8_PASS: install_fp8,
     FOUR_BIT_PASS: install_conversion,
     SPARSITY_PASS: install_conversion,
+    SKINNY_PASS: install_linears,
 }
 """Pass -> its installer, which calls `session.applied` or `session.refused`, at once or from a callback."""
 

@@ -59,6 +59,7 @@ PROFILES = {
     "four-bit": {"four_bit": {"mode": "on"}},
     "int4": {"four_bit": {"mode": "on", "format": "int4", "group": 64}},
     "ours": {"flash_dmoe": {"mode": "on"}},
+    "skinny": {"skinny_gemm": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
     "tiered": {"disaggregation": {"mode": "on"}, "kv_cache": {"tiering": "on"}},
@@ -76,6 +77,7 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_single_h100": (qwen3_30b_a3b, ("h100_sxm", 1), "single_h100"),
     "qwen3-30b-a3b_h100_sxm-x1_throughput": (qwen3_30b_a3b, ("h100_sxm", 1), "throughput"),
     "qwen3-30b-a3b_h100_sxm-x1_four-bit": (qwen3_30b_a3b, ("h100_sxm", 1), "four-bit"),
+    "qwen3-30b-a3b_h100_sxm-x1_skinny": (qwen3_30b_a3b, ("h100_sxm", 1), "skinny"),
     "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
     "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), "replicas"),
@@ -128,9 +130,8 @@ def plan_for(tmp_path):
     def make(case: str) -> Plan:
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
-        built = (
-            ("fused_experts",) if machine and (case.startswith(_BUILT) or profile in ("four-bit", "throughput")) else ()
-        )
+        experts = case.startswith(_BUILT) or profile in ("four-bit", "throughput")
+        built = ("skinny_gemm",) if profile == "skinny" else ("fused_experts",) if machine and experts else ()
         installed = software("cuda" if machine else "cpu", location=str(tmp_path), cuda_ops=built)
         if case.endswith("_tuned"):
             (tmp_path / TUNED).write_text(json.dumps(TUNED_ROWS))

@@ -249,6 +249,7 @@ def test_without_the_setting_nothing_is_replaced(session: PluginSession) -> None
 
 
 def test_what_is_relied_on_is_as_known_in_this_vllm() -> None:
-    from moe_optimizer.vllm_plugin.experts.fused_router import why_unknown
+    from moe_optimizer.vllm_plugin.compat import why_changed
+    from moe_optimizer.vllm_plugin.experts.fused_router import RELIED_ON
 
-    assert why_unknown() == ""
+    assert why_changed(RELIED_ON) == ""

@@ -20,7 +20,7 @@ from moe_optimizer.ops import gate_topk
 from moe_optimizer.ops.gate_topk import why_no_kernel
 from moe_optimizer.ops.kernel_arguments import GateTopk, Router
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.vllm_plugin.compat import definition_source, fingerprint, module_path, vllm_root
+from moe_optimizer.vllm_plugin.compat import why_changed
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 from moe_optimizer.vllm_plugin.experts.cuda_layer import ALIGNMENT
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
@@ -65,7 +65,7 @@ def install_fused_routers(session: PluginSession, model: torch.nn.Module) -> Non
     if not most:
         return
     session.routes(None, "vLLM: the layer was not found in the loaded model")
-    unknown, position, said = why_unknown(), 0, set[str]()
+    unknown, position, said = why_changed(RELIED_ON), 0, set[str]()
     for runner, _ in layers_of_ours(model):
         reason = unknown or _uncovered(runner, most)
         if not reason:
@@ -115,22 +115,6 @@ def layers_of_ours(model: torch.nn.Module) -> Iterator[tuple[Any, MoeOptimizerCu
 def _experts_of(runner: Any) -> Any:
     method = getattr(getattr(runner, "routed_experts", None), "quant_method", None)
     return getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-
-
-def why_unknown() -> str:
-    """Return what of this vLLM's source is not as known, or ""."""
-    root = vllm_root()
-    assert root is not None, "vLLM runs in this process"
-    for target, known in RELIED_ON.items():
-        module, _, name = target.partition(":")
-        try:
-            source = definition_source(module_path(root, module), name)
-        except (OSError, SyntaxError) as error:
-            return f"{module}: source cannot be read ({described(error)})"
-        found = "" if source is None else fingerprint(source)
-        if found not in known.values():
-            return f"vLLM's {name} changed: source {found or 'gone'}, known are {', '.join(known.values())}"
-    return ""
 
 
 def why_not(runner: Any) -> str:

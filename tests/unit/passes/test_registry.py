@@ -32,6 +32,7 @@ def test_the_switches_are_those_of_the_command_line():
         "graph-capture": "graph_capture",
         "speculation": "speculation",
         "norm-rope-fusion": "norm_rope_fusion",
+        "skinny-gemm": "skinny_gemm",
         "scheduler": "scheduler",
         "kv-cache": "kv_cache",
         "kv-tiering": "kv_cache.tiering",

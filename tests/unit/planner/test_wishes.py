@@ -64,6 +64,7 @@ WHERE_NOT = {
     "tuned-configs": (tiny_moe, cpu_machine()),
     "graph-capture": (tiny_moe, cpu_machine()),
     "norm-rope-fusion": (tiny_moe, cpu_machine()),
+    "skinny-gemm": (tiny_moe, cpu_machine()),
     "kv-cache": (deepseek_v3, gpus("h200", 8)),
     "kv-tiering": (tiny_moe, cpu_machine()),
     "dual-batch-overlap": (qwen3_30b_a3b, gpus("h100_sxm")),

@@ -1,0 +1,74 @@
+"""Decides whether our kernel multiplies few tokens with the weights of dense layers."""
+
+from __future__ import annotations
+
+from moe_optimizer.passes.base import OptimizationPass
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import Fp8Params
+from moe_optimizer.plan_context.context import PlanContext
+
+OP = "skinny_gemm"
+MAX_TOKENS = 16
+"""Of the kernel (csrc/include/moeopt/skinny_gemm.cuh)."""
+_HOPPER = (9, 0)
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
+
+
+class SkinnyGemm(OptimizationPass):
+    """Products of few tokens with dense BF16 weights (attention's projections, dense MLPs) by our kernel.
+
+    The worker times both at load, on the model's own weights, and takes ours for a shape and up to as many tokens as it
+    was faster for. Shapes differ by model and by tensor parallelism, and a table would have to know them all.
+    """
+
+    name = "skinny_gemm"
+    flag = "skinny-gemm"
+    title = "products of few tokens with dense weights by our kernel"
+    limits = (
+        f"Hopper, BF16 weights that are not quantised, up to {MAX_TOKENS} tokens of a step, where each worker measures "
+        "it faster while it loads; sums in another order than cuBLAS's"
+    )
+    no_gain = "no record shows what a server gains by it"
+
+    def why_not(self, ctx: PlanContext) -> str:
+        """Needs the kernel, a GPU that it is built for, and BF16 weights that nothing else multiplies."""
+        kernels = ctx.software.kernels
+        if ctx.device == "cpu":
+            return "the kernel runs on GPUs only"
+        if not kernels.built:
+            return f"kernel not built: {kernels.reason}"
+        if OP not in kernels.cuda_ops:
+            why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
+            return f"{OP} has no CUDA kernel in this build{why}"
+        if ctx.gpu.compute_capability != _HOPPER:
+            major, minor = ctx.gpu.compute_capability
+            return f"needs compute capability 9.0 (Hopper), found {major}.{minor}"
+        if ctx.dtype != "bfloat16":
+            return f"needs bfloat16, found {ctx.dtype}"
+        if ctx.pinned.is_on("--enable-lora"):
+            return "--enable-lora: vLLM adds adapters to the products of its own linear layers"
+        if _BATCH_INVARIANT in ctx.software.kernel_environment.split():
+            return f"{_BATCH_INVARIANT}: every number of tokens has to take the same kernel"
+        if _dense_weights_are_fp8(ctx):
+            return "the dense weights are converted to FP8, and the kernel reads BF16"
+        return ""
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Use it where it is asked for; auto leaves it off until a record shows that a server gains."""
+        wish, origin = ctx.wish(self.name)
+        if wish is not Wish.ON:
+            return self.when_off(ctx, f"{self.no_gain}; --enable-{self.flag} switches it on")
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"up to {MAX_TOKENS} tokens",
+            f"asked for by {origin}: a step of few requests reads each dense weight once, and waits for nothing else",
+            Applier.PLUGIN,
+        )
+
+
+def _dense_weights_are_fp8(ctx: PlanContext) -> bool:
+    """Return whether the plan or an argument of vLLM's converts the weights beside the experts."""
+    fp8 = ctx.params(Fp8Params)
+    pinned = ctx.model.quant_method is None and "fp8" in (ctx.pinned.value("--quantization") or "")
+    return pinned or (fp8 is not None and fp8.linear_bits is not None)

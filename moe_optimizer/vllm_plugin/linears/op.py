@@ -1,0 +1,74 @@
+"""Registers the torch custom op through which vLLM's dense layers reach our kernel, or cuBLAS as in stock vLLM.
+
+Which of them computes is looked up when the op runs, by the weight's shape and the number of tokens. A choice in the
+arguments would be a part of the compiled graph, which vLLM keeps on disk: a graph must not depend on what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops.cuda_variants import SkinnyVariant
+from moe_optimizer.ops.skinny_gemm import multiply
+
+ALIGNMENT = 16
+"""Bytes: where the kernel's tokens begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What computes the products with weights of one shape."""
+
+    variant: SkinnyVariant
+    max_tokens: int
+    """Tokens up to which it is our kernel."""
+
+
+@dataclass(slots=True)
+class ChosenLinears:
+    """What the op looks up in this process, which has one model."""
+
+    by_shape: Mapping[tuple[int, int], Choice] = field(default_factory=dict)
+    """(outputs, inputs) of a weight -> choice; others are multiplied as in stock vLLM."""
+    followers: Mapping[int, Tensor] = field(default_factory=dict)
+    """Address of a weight -> the weight that is read soon after it, which L2 can have by then."""
+    on_use: Callable[[], None] | None = None
+    """Called when our kernel is launched for a forward."""
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x w^T + bias, by our kernel where it was chosen."""
+        choice = self.by_shape.get((w.shape[0], w.shape[1]))
+        if choice is None or x.dim() != 2 or not 0 < x.shape[0] <= choice.max_tokens or not _is_readable(x):
+            return torch.nn.functional.linear(x, w, bias)
+        if self.on_use is not None:
+            self.on_use()
+        return multiply(x, w, bias, choice.variant, self.followers.get(w.data_ptr()))
+
+
+def _is_readable(x: Tensor) -> bool:
+    return (
+        x.stride(1) == 1
+        and x.data_ptr() % ALIGNMENT == 0
+        and (x.shape[0] == 1 or x.stride(0) * x.element_size() % ALIGNMENT == 0)
+    )
+
+
+chosen = ChosenLinears()
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    return chosen.linear(x, w, bias)
+
+
+def _linear_in_trace(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001 - of the schema
+    return torch.empty((*x.shape[:-1], w.shape[0]), dtype=x.dtype, device=x.device)
+
+
+_library = torch.library.Library("moe_optimizer_vllm", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor")
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_optimizer_vllm::linear", _linear_in_trace, lib=_library)

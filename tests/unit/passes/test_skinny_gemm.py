@@ -1,0 +1,69 @@
+"""Products of few tokens with dense weights: only where they are asked for, and where the kernel fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_optimizer.ops.skinny_gemm import MAX_TOKENS
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.passes.skinny_gemm import skinny_gemm as pass_module
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, software
+
+BUILT = software(cuda_ops=("fused_experts", "skinny_gemm"))
+ASKED = resolve_wishes(["skinny-gemm"], [])
+QWEN = qwen3_30b_a3b()
+
+
+def decide(model=QWEN, hardware=None, passes=None, **changes) -> Decision:
+    profile = profile_with(passes={"fp8": {"mode": "off"}} | (passes or {}))
+    ctx = context(model, hardware or gpus("h100_sxm", 1), profile, **({"wishes": ASKED, "software": BUILT} | changes))
+    before = ("disaggregation", "replicas", "parallelism", "fp8")
+    return decided_by(ctx, *before, "skinny_gemm").decided["skinny_gemm"]
+
+
+def test_asked_for_the_plugin_puts_it_into_the_layers():
+    decision = decide()
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.value == f"up to {MAX_TOKENS} tokens"
+    assert decision.vllm_args.words == ()
+
+
+def test_not_asked_for_it_is_off_until_a_record_shows_a_gain():
+    decision = decide(wishes={})
+    assert decision.status is Status.OFF
+    assert "no record" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hardware": cpu_machine()}, "GPUs only"),
+        ({"hardware": gpus("a100_80gb", 1)}, "found 8.0"),
+        ({"dtype": "float16"}, "float16"),
+        ({"pinned": {"--enable-lora": ""}}, "--enable-lora"),
+        ({"pinned": {"--quantization": "fp8"}}, "FP8"),
+        ({"passes": {"fp8": {"mode": "on"}}}, "FP8"),
+    ],
+    ids=["CPU", "Ampere", "FP16", "LoRA", "FP8 argument", "FP8 pass"],
+)
+def test_where_it_cannot_be_the_reason_is_said(changes, reason):
+    decision = decide(**changes)
+    assert decision.status is Status.REFUSED
+    assert reason in decision.reason
+
+
+def test_where_every_number_of_tokens_has_to_take_one_kernel_it_is_refused():
+    installed = dataclasses.replace(BUILT, kernel_environment="VLLM_BATCH_INVARIANT=1")
+    assert "VLLM_BATCH_INVARIANT" in decide(software=installed).reason
+
+
+def test_a_build_without_the_kernel_is_named():
+    assert "no CUDA kernel" in decide(software=software(cuda_ops=("fused_experts",))).reason
+    assert "not built" in decide(software=software(cpu_ops=())).reason
+
+
+def test_the_planned_tokens_are_those_of_the_kernel():
+    assert pass_module.MAX_TOKENS == MAX_TOKENS
