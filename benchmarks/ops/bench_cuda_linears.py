@@ -6,8 +6,10 @@ Weights are cold: a graph has more of them than L2 holds. Every product follows 
 in a model: a side's time less that of the norm alone is what the product costs there. Sides alternate.
   alone   norm, product
   chain   norm, QKV product, a norm of the queries, something that waits as long as attention and reads nothing, output
-          projection; of layers of one model. Ours also asks for the output projection's weights while attention runs.
-Times of `alone` and `chain` are microseconds without the norms and the wait; GB/s count the weights alone.
+          projection; of layers of one model
+  layer   the same, norm, gate_topk and our experts, of Qwen3-30B-A3B: what is in L2 has to outlast the experts
+With "o" the QKV product asks L2 for the output projection's weight, with "o+qkv" that one for the next layer's QKV too
+(and "stays": with evict_last). Times are microseconds without the rest; the floor is of the data sheet's 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ LINEARS = {
 }
 CHAINS = {"qwen3": 12, "mixtral": 8, "gpt-oss": 10}
 """Layers of a graph."""
+PREFETCHES = ("", "o/128", "o/64", "o/32", "o+qkv/128", "o+qkv stays/128")
+"""What is asked for, and every how many bytes."""
+LAYER_SETS = 8
 
 
 def main() -> int:
@@ -80,6 +85,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,2,4,8,16")
     parser.add_argument("--shapes", default=from_names)
     parser.add_argument("--chains", default=",".join(CHAINS))
+    parser.add_argument("--no-layer", action="store_false", dest="layer")
     parser.add_argument("--variants", help="names of kernels; all unless given")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--total-s", type=float, default=100, help="starts no case beyond so many seconds")
@@ -103,8 +109,7 @@ def main() -> int:
         "environment": device_facts(), "cases": [], "wrong": [], "left_out": [],
     }  # fmt: skip
     tokens = [int(value) for value in options.tokens.split(",")]
-    short = [str(variant).removeprefix("skinny-").replace("registers", "regs") for variant in variants]
-    print(f"{'alone':14} {'T':>2} {'floor':>6} {'cuBLAS':>7} " + " ".join(f"{name:>9}" for name in short), flush=True)
+    print("columns: floor, cuBLAS, " + ", ".join(map(str, variants)), flush=True)
     for name in options.shapes.split(","):
         if time.monotonic() > ends:
             facts["left_out"].append(name)
@@ -116,6 +121,8 @@ def main() -> int:
                 facts["left_out"].append(f"chain {name} {count}")
                 continue
             chain(name, count, variants, options.repetitions, facts)
+    if options.layer:
+        layers(tokens, variants, options.repetitions, facts, ends)
     if options.write or options.out:
         gpu = facts["environment"]["device"].split()[1].lower()
         path = options.out or RECORDS / f"{facts['date']}_{gpu}_linears.json"
@@ -166,11 +173,13 @@ class Step:
 
         return torch.nn.functional.linear(self.gemm.x, self.gemm.w, self.gemm.bias)
 
-    def ours(self, variant: SkinnyVariant, prefetch: Tensor | None = None) -> Tensor:
+    def ours(
+        self, variant: SkinnyVariant, prefetch: Tensor | None = None, apart: int = 128, *, stays: bool = False
+    ) -> Tensor:
         """Ours."""
         from moe_optimizer.ops.skinny_gemm import run_kernel
 
-        run_kernel(self.gemm._replace(prefetch=prefetch), variant)
+        run_kernel(self.gemm._replace(prefetch=prefetch, prefetch_apart=apart, prefetch_stays=stays), variant)
         return self.gemm.out
 
 
@@ -249,42 +258,144 @@ def after_norm(step: Step, variant: SkinnyVariant | None = None) -> Call:
     return call
 
 
+@dataclass(frozen=True)
+class Side:
+    """What multiplies both weights of a layer."""
+
+    variant: SkinnyVariant | None
+    prefetch: str = ""
+
+    def qkv(self, layer: Any) -> Tensor:
+        """Multiply for queries, keys and values."""
+        if self.variant is None:
+            return layer.qkv.cublas()
+        return layer.qkv.ours(self.variant, layer.o.gemm.w if self.prefetch else None, self.apart)
+
+    def o(self, layer: Any) -> Tensor:
+        """Multiply what attention returns."""
+        if self.variant is None:
+            return layer.o.cublas()
+        following = layer.following.qkv.gemm.w if self.prefetch.startswith("o+qkv") else None
+        return layer.o.ours(self.variant, following, self.apart, stays="stays" in self.prefetch)
+
+    @property
+    def apart(self) -> int:
+        """Bytes between what is asked for."""
+        return int(self.prefetch.rpartition("/")[2] or 128)
+
+
+class Layer:
+    """Both products of a layer, with what stands between them in a model."""
+
+    following: Layer
+
+    def __init__(self, qkv: Step, o: Step) -> None:
+        self.qkv = qkv
+        self.o = o
+
+    def run(self, side: Side | None) -> Tensor:
+        """None: the rest alone."""
+        import torch
+
+        self.qkv.norm()
+        if side is not None:
+            side.qkv(self)
+        self.o.norm()
+        torch.cuda._sleep(WAIT_CYCLES)
+        return self.o.gemm.x if side is None else side.o(self)
+
+
+def made_layers(name: str, tokens: int, count: int) -> list[Layer]:
+    """Layers of a model, each with the one that follows."""
+    weights = zip(
+        *(new_weights(linear, count) for linear in (LINEARS[f"{name}-qkv"], LINEARS[f"{name}-o"])), strict=True
+    )
+    made = [Layer(Step(first, tokens), Step(second, tokens)) for first, second in weights]
+    for layer, following in zip(made, [*made[1:], made[0]], strict=True):
+        layer.following = following
+    return made
+
+
+def sides_of(variants: list[SkinnyVariant], prefetches: tuple[str, ...]) -> dict[str, Side | None]:
+    """The rest alone, cuBLAS, every variant, and the first with everything that can be asked for."""
+    sides: dict[str, Side | None] = {"norm": None, "cuBLAS": Side(None)}
+    sides |= {str(variant): Side(variant) for variant in variants}
+    return sides | {f"{variants[0]} {each}": Side(variants[0], each) for each in prefetches if each}
+
+
 def chain(name: str, tokens: int, variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any]) -> None:
-    """Time both products of a layer, with what stands between them in a model."""
+    """Time both products of a layer, without its experts."""
     import torch
     from bench_cuda_timing import time_interleaved
 
-    qkv, o = LINEARS[f"{name}-qkv"], LINEARS[f"{name}-o"]
-    weights = zip(new_weights(qkv, CHAINS[name]), new_weights(o, CHAINS[name]), strict=True)
-    layers = [(Step(first, tokens), Step(second, tokens)) for first, second in weights]
-
-    def call_of(before: Step, after: Step, variant: SkinnyVariant | None, *, product: bool, prefetch: bool) -> Call:
-        def call() -> Tensor:
-            before.norm()
-            if product:
-                later = after.gemm.w if prefetch else None
-                before.cublas() if variant is None else before.ours(variant, later)
-            after.norm()
-            torch.cuda._sleep(WAIT_CYCLES)
-            if product:
-                return after.cublas() if variant is None else after.ours(variant)
-            return after.gemm.x
-
-        return call
-
-    def side(variant: SkinnyVariant | None, *, product: bool = True, prefetch: bool = False) -> list[Call]:
-        return [call_of(*layer, variant, product=product, prefetch=prefetch) for layer in layers]
-
-    sides = {"norm": side(None, product=False), "cuBLAS": side(None)}
-    for variant in variants:
-        sides[str(variant)] = side(variant)
-        sides[f"{variant} prefetch"] = side(variant, prefetch=True)
-    samples = time_interleaved(sides, repetitions=repetitions)
-    keep(facts, {"what": "chain", "name": name, "tokens": tokens, "calls": len(layers)}, samples)
-    weight_bytes = 2 * (qkv.rows * qkv.depth + o.rows * o.depth)
-    show(f"chain {name}", tokens, weight_bytes, samples, ["cuBLAS", *map(str, variants)])
-    show("  prefetch", tokens, weight_bytes, samples, ["cuBLAS", *(f"{variant} prefetch" for variant in variants)])
+    made = made_layers(name, tokens, CHAINS[name])
+    sides = sides_of(variants, PREFETCHES[:4])
+    calls = {title: [lambda layer=layer, side=side: layer.run(side) for layer in made] for title, side in sides.items()}
+    samples = time_interleaved(calls, repetitions=repetitions)
+    keep(facts, {"what": "chain", "name": name, "tokens": tokens, "calls": len(made)}, samples)
+    show_sides(f"chain {name}", tokens, samples)
     torch.cuda.empty_cache()  # what earlier cases left
+
+
+def layers(
+    tokens: list[int], variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any], ends: float
+) -> None:
+    """Time whole layers of Qwen3-30B-A3B."""
+    import torch
+    from bench_cuda_cases import SHAPES, Tokens, make_weights, problem_of
+    from bench_cuda_gate import Step as Gate
+    from bench_cuda_timing import time_interleaved
+
+    from moe_optimizer.ops import cuda_dispatch
+    from moe_optimizer.ops.cuda_variants import choose_variant
+
+    shape = SHAPES["qwen3-30b-a3b"]
+    weights = [make_weights(shape, "bf16", seed=seed) for seed in range(LAYER_SETS)]
+    for count in tokens:
+        if count > 8 or time.monotonic() > ends:
+            facts["left_out"].append(f"layer {count}")
+            continue
+        made = made_layers("qwen3", count, LAYER_SETS)
+        gates = [Gate(shape, count, seed) for seed in range(LAYER_SETS)]
+        problems = [
+            problem_of(weight, Tokens(gate.x, gate.fused.router.logits, gate.weights, gate.ids, None))
+            for weight, gate in zip(weights, gates, strict=True)
+        ]
+
+        def call_of(layer: Layer, gate: Gate, problem: Any, side: Side | None) -> Call:
+            kernel = choose_variant(problem.sizes)
+
+            def call() -> Tensor:
+                layer.run(side)
+                gate.norm()
+                gate.one_launch()
+                cuda_dispatch.run(problem, kernel)
+                return problem.out
+
+            return call
+
+        calls = {
+            title: [call_of(*each, side) for each in zip(made, gates, problems, strict=True)]
+            for title, side in sides_of(variants, PREFETCHES).items()
+        }
+        samples = time_interleaved(calls, repetitions=repetitions)
+        keep(facts, {"what": "layer", "name": "qwen3", "tokens": count, "calls": LAYER_SETS}, samples)
+        show_sides("layer qwen3", count, samples)
+        torch.cuda.empty_cache()
+
+
+def show_sides(name: str, tokens: int, samples: dict[str, list[float]]) -> None:
+    """Print what each side adds to the rest, two lines."""
+    from bench_cuda_timing import summary
+
+    norm = summary(samples["norm"])["median_us"]
+    shown = [
+        f"{title.removeprefix('skinny-')} {summary(times)['median_us'] - norm:.2f}"
+        for title, times in samples.items()
+        if title != "norm"
+    ]
+    print(f"{name} T={tokens}, beside {norm:.2f}: " + ", ".join(shown[:4]), flush=True)
+    print("    " + ", ".join(shown[4:]), flush=True)
 
 
 def keep(facts: dict[str, Any], case: dict[str, Any], samples: dict[str, list[float]]) -> None:

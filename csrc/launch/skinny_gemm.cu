@@ -14,9 +14,9 @@ void run_skinny_gemm(const SkinnyGemmArgs& args, const SkinnyVariant& variant, i
   const SkinnyGemmLaunch launch = skinny_gemm_launch(args, variant, multiprocessors);
   const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
                           reinterpret_cast<cudaStream_t>(stream)};
-  with_skinny_shape(variant, launch.token_tiles, [&](auto buffer, auto warps, auto tiles) {
+  with_skinny_shape(variant, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
     launch_kernel("skinny_gemm",
-                  skinny_gemm_kernel<decltype(buffer)::value, decltype(warps)::value, decltype(tiles)::value>, shape,
+                  skinny_gemm_kernel<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>, shape,
                   args);
   });
 }

@@ -6,32 +6,25 @@
 
 namespace moeopt {
 
-// Calls `use` with the SkinnyShape that is compiled for the variant and the number of token tiles.
+// Calls `use` with warps, stages and token tiles of the kernel that is compiled for the variant.
 template <typename Use>
 void with_skinny_shape(const SkinnyVariant& variant, int token_tiles, Use use) {
-  const auto with_tokens = [&](auto buffer, auto warps) {
-    constexpr SkinnyBuffer kBuffer = decltype(buffer)::value;
-    constexpr int kWarps = decltype(warps)::value;
-    if (variant.buffer != kBuffer || variant.warps != kWarps) return false;
+  const auto try_shape = [&](auto warps, auto stages) {
+    if (variant.warps != warps || variant.stages != stages) return false;
     if (token_tiles == 1) {
-      use(buffer, warps, std::integral_constant<int, 1>());
+      use(warps, stages, std::integral_constant<int, 1>());
     } else {
-      use(buffer, warps, std::integral_constant<int, 2>());
+      use(warps, stages, std::integral_constant<int, 2>());
     }
     return true;
   };
-  const std::integral_constant<SkinnyBuffer, SkinnyBuffer::kRegisters> registers;
-  const std::integral_constant<SkinnyBuffer, SkinnyBuffer::kShared> shared;
-  const std::integral_constant<SkinnyBuffer, SkinnyBuffer::kBulk> bulk;
-  const std::integral_constant<int, 4> four;
+  const std::integral_constant<int, 2> two;
+  const std::integral_constant<int, 3> three;
   const std::integral_constant<int, 8> eight;
   const std::integral_constant<int, 16> sixteen;
-  if (with_tokens(registers, eight) || with_tokens(shared, eight) || with_tokens(shared, sixteen) ||
-      with_tokens(bulk, four) || with_tokens(bulk, eight)) {
-    return;
-  }
-  throw std::invalid_argument("skinny_gemm: variant: got buffer " + std::to_string(static_cast<int>(variant.buffer)) +
-                              " and " + std::to_string(variant.warps) + " warps, expected one that is compiled");
+  if (try_shape(eight, two) || try_shape(eight, three) || try_shape(sixteen, two)) return;
+  throw std::invalid_argument("skinny_gemm: variant: got " + std::to_string(variant.warps) + " warps and " +
+                              std::to_string(variant.stages) + " stages, expected one that is compiled");
 }
 
 inline SkinnyGemmLaunch skinny_gemm_launch(const SkinnyGemmArgs& args, const SkinnyVariant& variant,
@@ -48,15 +41,13 @@ inline SkinnyGemmLaunch skinny_gemm_launch(const SkinnyGemmArgs& args, const Ski
   expect_multiple("skinny_gemm: elements between tokens of x", args.x_stride, 8);
   expect_multiple("skinny_gemm: address of x", static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.x)), 16);
   expect_multiple("skinny_gemm: address of w", static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.w)), 16);
-  expect_multiple("skinny_gemm: address to prefetch", static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.prefetch)),
-                  16);
-  expect_multiple("skinny_gemm: bytes to prefetch", args.prefetch_bytes, 16);
+  expect_at_least("skinny_gemm: bytes between what is prefetched", args.prefetch_apart, 32);
   SkinnyGemmLaunch launch{};
   launch.token_tiles = args.num_tokens > 8 ? 2 : 1;
-  with_skinny_shape(variant, launch.token_tiles, [&](auto buffer, auto warps, auto tiles) {
-    using Shape = SkinnyShape<decltype(buffer)::value, decltype(warps)::value, decltype(tiles)::value>;
+  with_skinny_shape(variant, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
+    using Shape = SkinnyShape<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>;
     static_assert(Shape::kSharedBytes + kAlignmentSlack <= kSharedLimit, "more shared memory than a block may have");
-    launch.blocks = static_cast<int32_t>(std::min<int64_t>(multiprocessors * Shape::kBlocks, args.num_rows));
+    launch.blocks = static_cast<int32_t>(std::min<int64_t>(multiprocessors, args.num_rows));
     launch.threads = 32 * variant.warps;
     launch.shared_bytes = Shape::kSharedBytes + kAlignmentSlack;
   });

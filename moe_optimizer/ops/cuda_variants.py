@@ -179,31 +179,18 @@ def variant_named(name: str) -> Variant:
     return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=match["paired"] is not None)
 
 
-class SkinnyBuffer(IntEnum):
-    """Where the weights of `skinny_gemm` wait; codes of csrc/include/moeopt/skinny_gemm.h."""
-
-    REGISTERS = 0
-    SHARED = 1
-    BULK = 2
-
-
 @dataclass(frozen=True, slots=True)
 class SkinnyVariant:
     """A compiled kernel of `skinny_gemm`."""
 
-    buffer: SkinnyBuffer
     warps: int
     """Per block."""
+    stages: int
+    """Of each warp's ring."""
 
     def __str__(self) -> str:
-        return f"skinny-{self.buffer.name.lower()}-w{self.warps}"
+        return f"skinny-w{self.warps}s{self.stages}"
 
 
-SKINNY_VARIANTS = (
-    SkinnyVariant(SkinnyBuffer.REGISTERS, 8),
-    SkinnyVariant(SkinnyBuffer.SHARED, 8),
-    SkinnyVariant(SkinnyBuffer.SHARED, 16),
-    SkinnyVariant(SkinnyBuffer.BULK, 4),
-    SkinnyVariant(SkinnyBuffer.BULK, 8),
-)
+SKINNY_VARIANTS = (SkinnyVariant(8, 2), SkinnyVariant(8, 3), SkinnyVariant(16, 2))
 """All that are compiled (`with_skinny_shape`)."""

@@ -99,7 +99,10 @@ class SkinnyGemm(NamedTuple):
     bias: Tensor | None
     out: Tensor
     prefetch: Tensor | None = None
-    """What a later launch reads, contiguous: brought into L2 behind the weights."""
+    """What a later launch reads, contiguous: L2 is asked for it behind the weights."""
+    prefetch_apart: int = 128
+    prefetch_stays: bool = False
+    """Whether it stays in L2 while as much as L2 holds is read."""
 
     def call(self, variant: SkinnyVariant, multiprocessors: int) -> tuple[Fields, Fields, int]:
         """Return the arguments of `cuda_skinny_layout` and the first of `cuda_skinny_run`."""
@@ -114,12 +117,14 @@ class SkinnyGemm(NamedTuple):
             "out": self.out.data_ptr(),
             "out_stride": self.out.stride(0) if tokens > 1 else rows,
             "prefetch": _address(prefetch),
-            "prefetch_bytes": 0 if prefetch is None else prefetch.numel() * prefetch.element_size() // 16 * 16,
+            "prefetch_bytes": 0 if prefetch is None else prefetch.numel() * prefetch.element_size(),
+            "prefetch_apart": self.prefetch_apart,
+            "prefetch_stays": self.prefetch_stays,
             "num_tokens": tokens,
             "depth": depth,
             "num_rows": rows,
         }
-        return fields, {"buffer": variant.buffer.value, "warps": variant.warps}, multiprocessors
+        return fields, {"warps": variant.warps, "stages": variant.stages}, multiprocessors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

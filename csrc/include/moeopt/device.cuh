@@ -383,13 +383,6 @@ MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid) {
 MOEOPT_DEVICE void cp_async_mbarrier_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
-// cp.async.commit_group: what this thread has started since the last one is a group.
-MOEOPT_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// cp.async.wait_group: all groups of this thread but the last kPending have landed.
-template <int kPending>
-MOEOPT_DEVICE void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 // cp.async.bulk: neighbouring bytes, a multiple of 16, for which `barrier` waits. With .L2::cache_hint evict_first, for
 // data that is read once.
 MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
@@ -401,9 +394,14 @@ MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int b
       "l"(global), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
       : "memory");
 }
-// cp.async.bulk.prefetch.L2: asks for neighbouring bytes, a multiple of 16, and waits for nothing.
-MOEOPT_DEVICE void bulk_prefetch_l2(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+// prefetch.global.L2: asks for the line of an address and waits for nothing, nor does the launch before it ends: it
+// does for cp.async.bulk.prefetch.
+MOEOPT_DEVICE void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+// The same with ::evict_last: the line stays longer than others.
+MOEOPT_DEVICE void prefetch_l2_evict_last(const void* global) {
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(global) : "memory");
 }
 
 // --- matrices --------------------------------------------------------------------------------------------------

@@ -7,13 +7,6 @@
 
 namespace moeopt {
 
-// Where weights wait until they are multiplied.
-enum class SkinnyBuffer : int32_t {
-  kRegisters = 0,  // loads of 16 bytes per lane
-  kShared = 1,     // cp.async of 16 bytes per lane into shared memory of that lane
-  kBulk = 2,       // a bulk copy per row of a stage
-};
-
 struct SkinnyGemmArgs {
   const uint16_t* x;     // BF16 [T, K]
   int64_t x_stride;      // elements between tokens
@@ -23,16 +16,18 @@ struct SkinnyGemmArgs {
   int64_t out_stride;    // elements between tokens
   const void* prefetch;  // what a later launch reads: brought into L2 behind the weights; or null
   int64_t prefetch_bytes;
+  int64_t prefetch_apart;               // bytes between what is asked for
+  bool prefetch_stays;                  // in L2 whatever is read until then
   int64_t num_tokens, depth, num_rows;  // T, K, N
 
-  MOEOPT_FIELDS(x, x_stride, w, bias, out, out_stride, prefetch, prefetch_bytes, num_tokens, depth, num_rows)
+  MOEOPT_FIELDS(x, x_stride, w, bias, out, out_stride, prefetch, prefetch_bytes, prefetch_apart, prefetch_stays,
+                num_tokens, depth, num_rows)
 };
 
 struct SkinnyVariant {
-  SkinnyBuffer buffer;
-  int32_t warps;  // per block
+  int32_t warps, stages;  // per block, per warp
 
-  MOEOPT_FIELDS(buffer, warps)
+  MOEOPT_FIELDS(warps, stages)
 };
 
 struct SkinnyGemmLaunch {

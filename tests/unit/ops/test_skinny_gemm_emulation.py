@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyBuffer, SkinnyVariant
+from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
 from moe_optimizer.ops.kernel_arguments import SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import MAX_TOKENS
 from tests.kernel_emulator import guarded
@@ -26,7 +26,7 @@ def run(emulator: ModuleType, call: SkinnyGemm, variant: SkinnyVariant, multipro
 # One row; rows that no tile divides; warps without a part of K; several segments and tiles; more stages than there are.
 @every_variant
 @pytest.mark.parametrize(
-    ("tokens", "rows", "depth"), [(1, 1, 32), (1, 35, 512), (2, 133, 96), (4, 19, 4128), (8, 70, 1056), (13, 37, 2080)]
+    ("tokens", "rows", "depth"), [(1, 1, 32), (1, 35, 512), (2, 133, 96), (4, 19, 4128), (8, 170, 1056), (13, 37, 2080)]
 )
 def test_matches_the_exact_product_whoever_runs_first(skinny_emulator: ModuleType, variant, tokens, rows, depth):
     call = make_skinny_case(tokens, rows, depth)
@@ -73,9 +73,7 @@ def test_a_row_that_is_no_number_shows_in_its_own_output_alone(skinny_emulator: 
 def test_all_blocks_have_rows_and_no_more_than_one_fewer_than_another(skinny_emulator: ModuleType, variant):
     fields, names, multiprocessors = make_skinny_case(1, 5120, 32).call(variant, 132)
     found = skinny_emulator.cuda_skinny_layout(fields, names, multiprocessors)
-    per_processor = 2 if variant.warps == 8 and variant.buffer != SkinnyBuffer.BULK else 1
-    assert found["blocks"] == 132 * per_processor
-    assert found["threads"] == 32 * variant.warps
+    assert (found["blocks"], found["threads"]) == (132, 32 * variant.warps)
     few = skinny_emulator.cuda_skinny_layout(fields | {"num_rows": 3}, names, multiprocessors)
     assert few["blocks"] == 3
 
@@ -90,7 +88,7 @@ def test_all_blocks_have_rows_and_no_more_than_one_fewer_than_another(skinny_emu
         ({"x_stride": 20}, "elements between tokens of x: got 20, expected a multiple of 8"),
         ({"x": 24}, "address of x: got 24, expected a multiple of 16"),
         ({"w": 24}, "address of w: got 24, expected a multiple of 16"),
-        ({"prefetch": 24}, "address to prefetch: got 24, expected a multiple of 16"),
+        ({"prefetch_apart": 0}, "bytes between what is prefetched: got 0, expected at least 32"),
     ],
     ids=str,
 )
@@ -101,8 +99,8 @@ def test_what_no_kernel_covers_is_refused_by_name_and_number(skinny_emulator: Mo
 
 
 def test_a_variant_that_is_not_compiled_is_refused(skinny_emulator: ModuleType):
-    call = make_skinny_case(2, 64, 64).call(SkinnyVariant(SkinnyBuffer.BULK, 16), 2)
-    with pytest.raises(ValueError, match="got buffer 2 and 16 warps"):
+    call = make_skinny_case(2, 64, 64).call(SkinnyVariant(4, 2), 2)
+    with pytest.raises(ValueError, match="got 4 warps and 2 stages"):
         skinny_emulator.cuda_skinny_layout(*call)
 
 

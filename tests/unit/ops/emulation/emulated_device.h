@@ -426,13 +426,9 @@ inline void bulk_load_evict_first(void* shared, const void* global, int bytes, u
     mbarrier_complete(owner, offset, bytes, true);
   });
 }
-// Reads what it asks for, so that a range past the end shows.
-inline void bulk_prefetch_l2(const void* global, uint32_t bytes) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes == 0) {
-    ::emulation::fail("bulk prefetch: not whole 16 bytes at aligned addresses");
-  }
-  for (uint32_t i = 0; i < bytes; ++i) (void)static_cast<const volatile unsigned char*>(global)[i];
-}
+// Reads what it asks for, so that an address past the end shows.
+inline void prefetch_l2(const void* global) { (void)*static_cast<const volatile unsigned char*>(global); }
+inline void prefetch_l2_evict_last(const void* global) { prefetch_l2(global); }
 
 inline void cp_async_16(void* shared, const void* global, bool valid) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
@@ -453,19 +449,6 @@ inline void execute_copies(const std::vector<::emulation::AsyncCopy>& copies) {
     } else {
       std::memset(copy.to, 0, copy.bytes);
     }
-  }
-}
-// A group lands when it is waited for, no sooner.
-inline void cp_async_commit_group() {
-  fiber().copy_groups.push_back(std::move(fiber().open_copies));
-  fiber().open_copies.clear();
-}
-template <int kPending>
-inline void cp_async_wait_group() {
-  auto& groups = fiber().copy_groups;
-  while (groups.size() > static_cast<size_t>(kPending)) {
-    execute_copies(groups.front());
-    groups.erase(groups.begin());
   }
 }
 inline void cp_async_mbarrier_arrive(uint64_t* barrier) {

@@ -22,9 +22,9 @@ void emulate_run(const py::dict& gemm, const py::dict& variant, int multiprocess
   const auto kernel = from_python<SkinnyVariant>("variant", variant);
   const SkinnyGemmLaunch launch = skinny_gemm_launch(args, kernel, multiprocessors);
   std::string failure;
-  with_skinny_shape(kernel, launch.token_tiles, [&](auto buffer, auto warps, auto tiles) {
+  with_skinny_shape(kernel, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
     failure = emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes), seed, [&] {
-      skinny_gemm_kernel<decltype(buffer)::value, decltype(warps)::value, decltype(tiles)::value>(args);
+      skinny_gemm_kernel<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>(args);
     });
   });
   if (!failure.empty()) throw std::runtime_error(failure);

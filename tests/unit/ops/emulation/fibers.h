@@ -88,7 +88,6 @@ struct Fiber {
   const char* waits_for = "start";
   Unchanged until;
   std::vector<AsyncCopy> open_copies;
-  std::vector<std::vector<AsyncCopy>> copy_groups;
   std::vector<WgmmaOp> open_wgmma;
   std::vector<std::vector<WgmmaOp>> wgmma_groups;
 };
