@@ -14,6 +14,7 @@ With "o" the QKV product asks L2 for the output projection's weight, with "o+qkv
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_optimizer.ops.cuda_variants import SkinnyVariant
+    from moe_optimizer.ops.kernel_arguments import Prefetch
 
 COLD_BYTES = 200 << 20
 """Of the weights of a graph: four times what L2 holds (50 MiB)."""
@@ -173,13 +175,11 @@ class Step:
 
         return torch.nn.functional.linear(self.gemm.x, self.gemm.w, self.gemm.bias)
 
-    def ours(
-        self, variant: SkinnyVariant, prefetch: Tensor | None = None, apart: int = 128, *, stays: bool = False
-    ) -> Tensor:
+    def ours(self, variant: SkinnyVariant, prefetch: Prefetch | None = None) -> Tensor:
         """Ours."""
         from moe_optimizer.ops.skinny_gemm import run_kernel
 
-        run_kernel(self.gemm._replace(prefetch=prefetch, prefetch_apart=apart, prefetch_stays=stays), variant)
+        run_kernel(self.gemm._replace(prefetch=prefetch), variant)
         return self.gemm.out
 
 
@@ -265,23 +265,24 @@ class Side:
     variant: SkinnyVariant | None
     prefetch: str = ""
 
-    def qkv(self, layer: Any) -> Tensor:
+    def qkv(self, layer: Layer) -> Tensor:
         """Multiply for queries, keys and values."""
         if self.variant is None:
             return layer.qkv.cublas()
-        return layer.qkv.ours(self.variant, layer.o.gemm.w if self.prefetch else None, self.apart)
+        return layer.qkv.ours(self.variant, self._asked(layer.o, wanted=bool(self.prefetch)))
 
-    def o(self, layer: Any) -> Tensor:
+    def o(self, layer: Layer) -> Tensor:
         """Multiply what attention returns."""
         if self.variant is None:
             return layer.o.cublas()
-        following = layer.following.qkv.gemm.w if self.prefetch.startswith("o+qkv") else None
-        return layer.o.ours(self.variant, following, self.apart, stays="stays" in self.prefetch)
+        wanted, stays = self.prefetch.startswith("o+qkv"), "stays" in self.prefetch
+        return layer.o.ours(self.variant, self._asked(layer.following.qkv, wanted=wanted, stays=stays))
 
-    @property
-    def apart(self) -> int:
-        """Bytes between what is asked for."""
-        return int(self.prefetch.rpartition("/")[2] or 128)
+    def _asked(self, step: Step, *, wanted: bool, stays: bool = False) -> Prefetch | None:
+        from moe_optimizer.ops.kernel_arguments import Prefetch
+
+        apart = int(self.prefetch.rpartition("/")[2] or 128)
+        return Prefetch(step.gemm.w, stays=stays, apart=apart) if wanted else None
 
 
 class Layer:
@@ -330,7 +331,9 @@ def chain(name: str, tokens: int, variants: list[SkinnyVariant], repetitions: in
 
     made = made_layers(name, tokens, CHAINS[name])
     sides = sides_of(variants, PREFETCHES[:4])
-    calls = {title: [lambda layer=layer, side=side: layer.run(side) for layer in made] for title, side in sides.items()}
+    calls: dict[str, list[Call]] = {
+        title: [functools.partial(layer.run, side) for layer in made] for title, side in sides.items()
+    }
     samples = time_interleaved(calls, repetitions=repetitions)
     keep(facts, {"what": "chain", "name": name, "tokens": tokens, "calls": len(made)}, samples)
     show_sides(f"chain {name}", tokens, samples)

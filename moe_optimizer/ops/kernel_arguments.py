@@ -91,6 +91,17 @@ class GateTopk(NamedTuple):
         return fields, self.router.fields()
 
 
+class Prefetch(NamedTuple):
+    """What a later launch reads: L2 is asked for it."""
+
+    tensor: Tensor
+    """Contiguous."""
+    stays: bool = False
+    """Whether it stays in L2 while as much as L2 holds is read."""
+    apart: int = 128
+    """Bytes between what is asked for: those of a line."""
+
+
 class SkinnyGemm(NamedTuple):
     """A call of `skinny_gemm`."""
 
@@ -98,11 +109,7 @@ class SkinnyGemm(NamedTuple):
     w: Tensor
     bias: Tensor | None
     out: Tensor
-    prefetch: Tensor | None = None
-    """What a later launch reads, contiguous: L2 is asked for it behind the weights."""
-    prefetch_apart: int = 128
-    prefetch_stays: bool = False
-    """Whether it stays in L2 while as much as L2 holds is read."""
+    prefetch: Prefetch | None = None
 
     def call(self, variant: SkinnyVariant, multiprocessors: int) -> tuple[Fields, Fields, int]:
         """Return the arguments of `cuda_skinny_layout` and the first of `cuda_skinny_run`."""
@@ -116,10 +123,10 @@ class SkinnyGemm(NamedTuple):
             "bias": _address(self.bias),
             "out": self.out.data_ptr(),
             "out_stride": self.out.stride(0) if tokens > 1 else rows,
-            "prefetch": _address(prefetch),
-            "prefetch_bytes": 0 if prefetch is None else prefetch.numel() * prefetch.element_size(),
-            "prefetch_apart": self.prefetch_apart,
-            "prefetch_stays": self.prefetch_stays,
+            "prefetch": 0 if prefetch is None else prefetch.tensor.data_ptr(),
+            "prefetch_bytes": 0 if prefetch is None else prefetch.tensor.numel() * prefetch.tensor.element_size(),
+            "prefetch_apart": 128 if prefetch is None else prefetch.apart,
+            "prefetch_stays": prefetch is not None and prefetch.stays,
             "num_tokens": tokens,
             "depth": depth,
             "num_rows": rows,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
-from moe_optimizer.ops.kernel_arguments import SkinnyGemm
+from moe_optimizer.ops.kernel_arguments import Prefetch, SkinnyGemm
 from moe_optimizer.ops.registration import register_result_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 
@@ -86,7 +86,7 @@ def run_kernel(call: SkinnyGemm, variant: SkinnyVariant) -> None:
 
 
 def multiply(
-    x: Tensor, w: Tensor, bias: Tensor | None, variant: SkinnyVariant, prefetch: Tensor | None = None
+    x: Tensor, w: Tensor, bias: Tensor | None, variant: SkinnyVariant, prefetch: Prefetch | None = None
 ) -> Tensor:
     """Return the product by the CUDA kernel; the arguments are those of a call that it covers."""
     out = _result(x, w)

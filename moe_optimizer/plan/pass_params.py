@@ -197,6 +197,14 @@ class GraphCaptureParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkinnyGemmParams:
+    """Our kernel for few tokens in dense layers."""
+
+    prefetch: Literal["off", "attention", "layer"]
+    """Whose weights a launch asks L2 for: nobody's, the output projection's, or the next layer's too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheParams:
     """The key/value cache."""
 
@@ -228,6 +236,7 @@ PassParams = (
     | SpeculationParams
     | SchedulerParams
     | GraphCaptureParams
+    | SkinnyGemmParams
     | KvCacheParams
 )
 PARAMS_OF: Mapping[str, type[PassParams]] = {
@@ -244,6 +253,7 @@ PARAMS_OF: Mapping[str, type[PassParams]] = {
     "speculation": SpeculationParams,
     "scheduler": SchedulerParams,
     "graph_capture": GraphCaptureParams,
+    "skinny_gemm": SkinnyGemmParams,
     "kv_cache": KvCacheParams,
 }
 """Pass -> the class of its params; expert_load has none."""

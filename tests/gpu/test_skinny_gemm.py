@@ -12,7 +12,7 @@ import torch
 
 from moe_optimizer.ops import skinny_gemm
 from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
-from moe_optimizer.ops.kernel_arguments import SkinnyGemm
+from moe_optimizer.ops.kernel_arguments import Prefetch, SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import MAX_TOKENS, run_kernel, why_no_kernel
 from tests.skinny_cases import assert_multiplied, make_skinny_case, poisoned, result
 
@@ -74,7 +74,7 @@ def test_a_captured_graph_of_many_layers_follows_its_inputs(variant, tokens):
     calls = [case(tokens, 2048, 1024, seed=1), case(tokens, 512, 2048, seed=2), case(tokens, 2048, 512, seed=3)]
     chained = [calls[0]]
     for call in calls[1:]:
-        chained.append(call._replace(x=chained[-1].out, prefetch=calls[0].w))
+        chained.append(call._replace(x=chained[-1].out, prefetch=Prefetch(calls[0].w)))
     source = torch.randn_like(calls[0].x)
 
     def forward() -> None:

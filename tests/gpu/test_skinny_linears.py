@@ -51,9 +51,9 @@ def forward(model: Any, x: Any, heads: Any) -> list[Any]:
     return [each for layer in model.layers for each in (layer.qkv_proj(x)[0], layer.o_proj(heads)[0])]
 
 
-def inputs(tokens: int) -> tuple[Any, Any]:
+def inputs(tokens: int) -> list[Any]:
     g = torch.Generator("cuda").manual_seed(tokens)
-    return tuple(torch.randn(tokens, width, device="cuda", generator=g).bfloat16() for width in (HIDDEN, HEADS * HEAD))  # type: ignore[return-value]
+    return [torch.randn(tokens, width, device="cuda", generator=g).bfloat16() for width in (HIDDEN, HEADS * HEAD)]
 
 
 @pytest.mark.parametrize("variant", SKINNY_VARIANTS, ids=str)

@@ -39,6 +39,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
         monkeypatch.setattr(module, "multiply", multiply)
     monkeypatch.setattr(skinny_linears, "why_no_kernel", lambda *_: None)
     monkeypatch.setattr(speeds, "why_not_cold", lambda weights: "" if len(weights) > 1 else "only one")
+    monkeypatch.setattr(speeds, "fastest", lambda _, variants: variants[0])
     monkeypatch.setattr(speeds, "times", lambda *_: tuple(speeds.Timed(n, n / MOST * 0.97, 1.0) for n in speeds.TOKENS))
     return made
 
@@ -90,7 +91,7 @@ def test_few_tokens_reach_the_kernel_and_more_are_multiplied_as_before(session, 
     want = {tokens: forward(model, tokens) for tokens in (0, 1, MOST, MOST + 1)}
     entry = install(session, model)
     assert (entry.applied, entry.ran, entry.why_not) == (True, False, "")
-    assert "qkv_proj [192 x 64] of 2: ours up to 4" in entry.found
+    assert "qkv_proj [192 x 64] of 2: skinny-w8s2 up to 4" in entry.found
     for tokens, expected in want.items():
         products.clear()
         for got, stock in zip(forward(model, tokens), expected, strict=True):
@@ -100,14 +101,21 @@ def test_few_tokens_reach_the_kernel_and_more_are_multiplied_as_before(session, 
     assert entry.ran
 
 
-def test_with_the_first_product_of_attention_the_last_ones_weight_is_asked_for(session, products):
-    model = make_model()
+@pytest.mark.parametrize("prefetch", ["off", "attention", "layer"])
+def test_a_launch_asks_for_the_weights_that_are_read_after_it(products, tmp_path, monkeypatch, prefetch):
+    session, model = planned(tmp_path, monkeypatch, prefetch=prefetch), make_model()
     install(session, model)
     products.clear()
     forward(model, 1)
-    first = model.layers[0].self_attn
-    assert products[0][1] is first.o_proj.weight
-    assert [prefetch is None for _, prefetch in products] == [False, True, True] * 2
+    first, second = (layer.self_attn for layer in model.layers)
+    outputs = [(layer.o_proj.weight, False) if prefetch != "off" else None for layer in (first, second)]
+    following = (second.qkv_proj.weight, True) if prefetch == "layer" else None
+    want = [outputs[0], following, None, outputs[1], None, None]
+    for (_, got), expected in zip(products, want, strict=True):
+        assert (got is None) == (expected is None)
+        if expected is not None:
+            assert got.tensor is expected[0]
+            assert got.stays is expected[1]
 
 
 def test_the_op_in_a_compiled_graph_does_not_depend_on_what_was_chosen(session, products):

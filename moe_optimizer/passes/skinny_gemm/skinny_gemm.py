@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import Fp8Params
+from moe_optimizer.plan.pass_params import Fp8Params, SkinnyGemmParams
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "skinny_gemm"
@@ -64,6 +64,7 @@ class SkinnyGemm(OptimizationPass):
             f"up to {MAX_TOKENS} tokens",
             f"asked for by {origin}: a step of few requests reads each dense weight once, and waits for nothing else",
             Applier.PLUGIN,
+            params=SkinnyGemmParams(prefetch=ctx.profile.passes.skinny_gemm.prefetch),
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops.cuda_variants import SkinnyVariant
+from moe_optimizer.ops.kernel_arguments import Prefetch
 from moe_optimizer.ops.skinny_gemm import multiply
 
 ALIGNMENT = 16
@@ -34,8 +35,8 @@ class ChosenLinears:
 
     by_shape: Mapping[tuple[int, int], Choice] = field(default_factory=dict)
     """(outputs, inputs) of a weight -> choice; others are multiplied as in stock vLLM."""
-    followers: Mapping[int, Tensor] = field(default_factory=dict)
-    """Address of a weight -> the weight that is read soon after it, which L2 can have by then."""
+    followers: Mapping[int, Prefetch] = field(default_factory=dict)
+    """Address of a weight -> what is read after it, which L2 can have by then."""
     on_use: Callable[[], None] | None = None
     """Called when our kernel is launched for a forward."""
 

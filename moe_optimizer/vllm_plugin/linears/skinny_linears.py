@@ -8,16 +8,18 @@ multiplies its own part, and what they exchange they all receive alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
-from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
-from moe_optimizer.ops.kernel_arguments import SkinnyGemm
+from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
+from moe_optimizer.ops.kernel_arguments import Prefetch, SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import multiply, why_no_kernel
+from moe_optimizer.plan.pass_params import SkinnyGemmParams
 from moe_optimizer.vllm_plugin.compat import why_changed
 from moe_optimizer.vllm_plugin.linears import SKINNY_PASS, op, speeds
 from moe_optimizer.vllm_plugin.session import PluginSession
@@ -25,7 +27,6 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 logger = get_logger(__name__)
 
 KERNEL, ISA = "skinny_gemm (cuda)", "sm_90a"
-VARIANT = SKINNY_VARIANTS[0]
 
 RELIED_ON: Mapping[str, Mapping[str, str]] = {
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": {
@@ -51,13 +52,15 @@ def install_skinny_linears(session: PluginSession, worker: Any) -> None:
         RequiredNotAppliedError: no layer gets it, and the plan requires the pass. Any other failure leaves the model as
             it is, with the reason in the proof.
     """
-    if session.wanted(SKINNY_PASS) is None or session.proof.passes[SKINNY_PASS].why_not:
+    decision = session.wanted(SKINNY_PASS)
+    if decision is None or session.proof.passes[SKINNY_PASS].why_not:
         return
+    prefetch = decision.params_as(SkinnyGemmParams).prefetch
     try:
         reason = why_changed(RELIED_ON) or _why_not(worker.vllm_config)
         if not reason:
             with torch.inference_mode():
-                reason = _installed(session, worker.model_runner.get_model())
+                reason = _installed(session, worker.model_runner.get_model(), prefetch)
     except RequiredNotAppliedError:
         raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
@@ -77,27 +80,27 @@ def _why_not(vllm_config: Any) -> str:
     return ""
 
 
-def _installed(session: PluginSession, model: torch.nn.Module) -> str:
+def _installed(session: PluginSession, model: torch.nn.Module, prefetch: str) -> str:
     """Measure, choose and replace; return why no layer gets the kernel, or ""."""
     layers = dict(dense_layers(model))
     if not layers:
         return "the model has no dense layers in BF16 that are not quantised"
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, layer in layers.items():
-        by_shape.setdefault(tuple(layer.weight.shape), []).append(name)
+        by_shape.setdefault(_shape(layer), []).append(name)
     choices: dict[tuple[int, int], op.Choice] = {}
     said = []
     for shape, names in by_shape.items():
-        found, words = _chosen([layers[name] for name in names], VARIANT)
+        found, words = _chosen([layers[name] for name in names])
         said.append(f"{names[0].rpartition('.')[2]} [{shape[0]} x {shape[1]}] of {len(names)}: {words}")
         if found is not None:
             choices[shape] = found
     logger.info("%s: %s", SKINNY_PASS, "; ".join(said))
     if not choices:
         return f"it is not faster than cuBLAS for any layer: {'; '.join(said)}"
-    covered = {name: layer for name, layer in layers.items() if tuple(layer.weight.shape) in choices}
+    covered = {name: layer for name, layer in layers.items() if _shape(layer) in choices}
     for name, layer in covered.items():
-        wrong = why_wrong(layer, choices[tuple(layer.weight.shape)])
+        wrong = why_wrong(layer, choices[_shape(layer)])
         if wrong:
             return f"{name}: {wrong}"
 
@@ -105,7 +108,7 @@ def _installed(session: PluginSession, model: torch.nn.Module) -> str:
         op.chosen.on_use = None
         session.ran(SKINNY_PASS)
 
-    op.chosen.by_shape, op.chosen.followers, op.chosen.on_use = choices, dict(followers(covered)), used
+    op.chosen.by_shape, op.chosen.followers, op.chosen.on_use = choices, dict(followers(covered, prefetch)), used
     from moe_optimizer.vllm_plugin.linears.method import SkinnyLinearMethod
 
     for layer in covered.values():
@@ -113,6 +116,11 @@ def _installed(session: PluginSession, model: torch.nn.Module) -> str:
     session.applied(SKINNY_PASS, kernel=KERNEL, isa=ISA)
     session.proof.passes[SKINNY_PASS].found = "; ".join(said)
     return ""
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Return outputs and inputs of a layer's weight."""
+    return layer.weight.shape[0], layer.weight.shape[1]
 
 
 def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -123,7 +131,8 @@ def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-    for name, layer in model.named_modules():
+    modules: Iterable[tuple[str, Any]] = model.named_modules()  # vLLM's own attributes, which torch does not declare
+    for name, layer in modules:
         if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             continue
         if type(layer.quant_method) is not UnquantizedLinearMethod:
@@ -131,41 +140,66 @@ def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         # From 0.32 on the user can have another backend multiply.
         if getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm) is not default_unquantized_gemm:
             continue
-        weight, bias = layer.weight, layer.bias
-        out = weight.new_empty((1, weight.shape[0]))
-        call = SkinnyGemm(weight.new_empty((1, weight.shape[1])), weight, bias, out)
-        if why_no_kernel(call, VARIANT) is None:
+        if _covers(cast("torch.Tensor", layer.weight), cast("torch.Tensor | None", layer.bias)):
             yield name, layer
 
 
-def followers(layers: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the address of each attention's first weight with the weight of its output projection.
+def _covers(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    rows, depth = weight.shape
+    call = SkinnyGemm(weight.new_empty((1, depth)), weight, bias, weight.new_empty((1, rows)))
+    return why_no_kernel(call, SKINNY_VARIANTS[0]) is None
 
-    Attention of few tokens reads little and takes long enough for L2 to fetch it.
+
+def followers(layers: Mapping[str, Any], prefetch: str) -> Iterator[tuple[int, Prefetch]]:
+    """Yield addresses of weights with what is read after them.
+
+    Attention of few tokens reads little, and so does what chooses the experts: meanwhile L2 can fetch the next dense
+    weight.
+
+    Args:
+        layers: those that our kernel multiplies in, by name, in the model's order.
+        prefetch: as `SkinnyGemmParams` has it.
     """
+    if prefetch == "off":
+        return
+    pairs = list(_attentions(layers))
+    for first, last in pairs:
+        if _fits(last.weight):
+            yield first.weight.data_ptr(), Prefetch(last.weight)
+    if prefetch == "layer":
+        for (_, last), (first, _) in itertools.pairwise(pairs):
+            if _fits(first.weight):
+                yield last.weight.data_ptr(), Prefetch(first.weight, stays=True)
+
+
+def _attentions(layers: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the first and the last dense layer of each attention, where our kernel multiplies in both."""
     from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
-    last: tuple[str, Any] = ("", None)
+    parent, first = "", None
     for name, layer in layers.items():
-        parent = name.rpartition(".")[0]
         if isinstance(layer, QKVParallelLinear):
-            last = (parent, layer)
-        elif isinstance(layer, RowParallelLinear) and last[0] == parent and last[1] is not None:
-            if layer.weight.numel() * layer.weight.element_size() <= _FOLLOWER_BYTES:
-                yield last[1].weight.data_ptr(), layer.weight
-            last = ("", None)
+            parent, first = name.rpartition(".")[0], layer
+        elif isinstance(layer, RowParallelLinear) and first is not None and name.rpartition(".")[0] == parent:
+            yield first, layer
+            first = None
 
 
-def _chosen(layers: list[Any], variant: SkinnyVariant) -> tuple[op.Choice | None, str]:
+def _fits(weight: torch.Tensor) -> bool:
+    return weight.numel() * weight.element_size() <= _FOLLOWER_BYTES
+
+
+def _chosen(layers: Sequence[Any]) -> tuple[op.Choice | None, str]:
     """Return what computes layers of one shape, and why in words."""
     weights = [(layer.weight, layer.bias) for layer in layers]
     reason = speeds.why_not_cold(weights)
     if reason:
         return None, f"cuBLAS, {reason}"
+    variant = speeds.fastest(weights, SKINNY_VARIANTS)
     timed = speeds.times(weights, variant)
     choice = speeds.choice(variant, timed)
     shown = ", ".join(f"{each.ours_us:.1f} us for {each.cublas_us:.1f} at {each.tokens}" for each in timed)
-    return choice, f"{'cuBLAS' if choice is None else f'ours up to {choice.max_tokens}'} ({shown})"
+    return choice, f"{'cuBLAS' if choice is None else f'{variant} up to {choice.max_tokens}'} ({shown})"
 
 
 def why_wrong(layer: Any, choice: op.Choice) -> str:

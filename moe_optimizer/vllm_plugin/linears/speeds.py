@@ -48,6 +48,13 @@ def why_not_cold(weights: Sequence[Weight]) -> str:
     return f"{held >> 20} MiB of {len(weights)} such layers stay in L2 when only they are read"
 
 
+def fastest(weights: Sequence[Weight], variants: Sequence[SkinnyVariant]) -> SkinnyVariant:
+    """Return the variant that is fastest for one token."""
+    if len(variants) == 1:
+        return variants[0]
+    return min(variants, key=lambda variant: _timed(weights, variant, 1).ours_us)
+
+
 def times(weights: Sequence[Weight], variant: SkinnyVariant) -> tuple[Timed, ...]:
     """Time both on weights of one shape, from few tokens on, up to where ours is not faster."""
     found = []

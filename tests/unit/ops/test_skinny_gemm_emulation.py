@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS, SkinnyVariant
-from moe_optimizer.ops.kernel_arguments import SkinnyGemm
+from moe_optimizer.ops.kernel_arguments import Prefetch, SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import MAX_TOKENS
 from tests.kernel_emulator import guarded
 from tests.skinny_cases import assert_multiplied, make_skinny_case, poisoned, result
@@ -56,7 +56,7 @@ def test_a_bias_is_added_and_rows_may_lie_apart(skinny_emulator: ModuleType, var
 
 def test_what_is_prefetched_is_read_to_its_end_and_not_past_it(skinny_emulator: ModuleType):
     later = guarded(torch.zeros(3, 8 * 2049 + 8, dtype=torch.bfloat16))
-    call = make_skinny_case(1, 5, 64)._replace(prefetch=later)
+    call = make_skinny_case(1, 5, 64)._replace(prefetch=Prefetch(later))
     assert_multiplied(run(skinny_emulator, call, SKINNY_VARIANTS[0]))
 
 
