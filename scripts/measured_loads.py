@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from moe_optimizer.layouts.question import STEP_TOKENS
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 QWEN3_30B = "qwen3_moe"
@@ -21,6 +24,8 @@ _TRIAL = "an independent trial"
 _PAIRED = 1.2
 """Chosen, between the 1.39 of one start and the 1.10 that others reach, which have one client."""
 _API_SERVERS = "--api-server-count"
+_CACHE_BYTES = "--kv-cache-memory-bytes"
+_GRAPH_SIZES = "--cudagraph-capture-sizes"
 _LONG_STEPS = {
     ("2026-11-24_h100_kv_cache_served", "aggressive"),
     ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe"),
@@ -62,19 +67,24 @@ class Load:
     """
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
-    step_tokens: int = 8192
+    cache_bytes: int | None = None
+    """Of each GPU's memory, for keys and values, where the server was told; None: what the plan expects."""
+    step_tokens: int = STEP_TOKENS
     """Most tokens of a step."""
     max_running: int = 1024
     """Most requests at once, at least."""
     api_servers: int | None = None
     """Of each server; None: those that vLLM starts by itself."""
+    prompt_graphs: bool = False
+    """Whether CUDA graphs were captured up to the most tokens of a step, so also of those that read prompts."""
     model: str = QWEN3_30B
     """A published configuration (tests/data/model_configs)."""
 
     @property
     def served_as(self) -> str:
         """The layout, and what is not vLLM's default in it."""
-        return self.layout if self.api_servers is None else f"{self.layout}, {self.api_servers} API servers"
+        servers = "" if self.api_servers is None else f", {self.api_servers} API servers"
+        return f"{self.layout}{servers}{', graphs of prompts' * self.prompt_graphs}"
 
 
 def served_loads() -> Iterator[Load]:
@@ -91,6 +101,8 @@ def served_loads() -> Iterator[Load]:
                     "model": model, "memory_share": found.get("memory_share", 0.9),
                     "held_up": any(map(_in_pairs, found["loads"])),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
+                    "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, found.get("serve_args", []))), None),
+                    "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, own), default=0) >= STEP_TOKENS,
                 }  # fmt: skip
                 earlier = record.get("first_start", {}).get(words, {"loads": ()})
                 for load in found["loads"]:
@@ -131,9 +143,15 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         record=record, side=side, holds=holds, layout=layout, clients=load["clients"],
         requests=load["completed"] // load["rounds"], input_tokens=lengths[0], output_tokens=lengths[1],
         tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
-        step_tokens=16_384 if (record, side) in _LONG_STEPS else 8192,
+        step_tokens=16_384 if (record, side) in _LONG_STEPS else STEP_TOKENS,
         max_running=_FEW_REQUESTS.get(record, 1024), ttft_ms=_mean_ttft_ms(load),
     )  # fmt: skip
+
+
+def _numbers_after(flag: str, words: list[str]) -> list[int]:
+    """Return the numbers that follow a flag among arguments; [] without it."""
+    after = words[words.index(flag) + 1 :] if flag in words else []
+    return [int(word) for word in itertools.takewhile(str.isdecimal, after)]
 
 
 def _in_pairs(load: Any) -> bool:

@@ -105,7 +105,7 @@ def page(found: list[Case]) -> str:
         "| served | layout | clients | TPOT ms, predicted | tokens/s, predicted |",
         "|---|---|--:|--:|--:|",
         *(
-            f"| {_served(case)} | {case.load.layout} | {case.load.clients} | {case.prediction.tpot_ms:.2f} "
+            f"| {_served(case)} | {case.load.served_as} | {case.load.clients} | {case.prediction.tpot_ms:.2f} "
             f"| {case.rate:,.0f} |"
             for case in foreseen()
         ),

@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.serving.layout_entries import CACHE  # noqa: E402
 from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
@@ -55,14 +56,21 @@ READER_REQUEST_US = 1000.0
 four."""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
-FORESEEN = (("mixtral", "tp2x2", 0.9),)
-"""Models, layouts of H100s and shares of their memory that bench_layouts.py is to measure next, and nobody has."""
+FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("mixtral", "tp2ep", {"memory_share": 0.9}),
+    ("mixtral", "tp2x2", {"memory_share": 0.9}),
+    (QWEN3_30B, "tp2", {"memory_share": 0.9}),
+    (QWEN3_30B, "tp1x2", {"memory_share": 0.9}),
+    (QWEN3_30B, "tp4", {"memory_share": 0.45, "prompt_graphs": True}),
+)
+"""Models, layouts of H100s and how they are served: what bench_layouts.py is to measure next, and nobody has so."""
 FITTED = {
     ("2026-11-22_h100_fp8_served", "stock vLLM", "tp1", 1): "HOST_US",
     ("2026-11-22_h100_served", "stock", "tp1", 1): "HOST_US, REQUEST_US",
     ("2026-11-22_h100_stock_served", "stock vLLM", "tp1", 1): "HOST_US",
     ("2026-11-24_h100_profiles_served", "conservative", "tp1", 1): "HOST_US",
     ("2026-11-26_h100_layouts_graphs", "stock", "tp1", 1): "HOST_US",
+    ("2026-11-26_h100_layouts_graphs", "stock", "tp1, graphs of prompts", 1): "HOST_US",
     ("2026-11-24_h100_kv_cache_served", "aggressive", "tp1", 1): "LAUNCH_LAYER_US",
     ("2026-11-24_h100_kv_cache_served", "fp8+flash_dmoe", "tp1", 1): "LAUNCH_LAYER_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 1): "latent attention without a constant of its own",
@@ -169,14 +177,14 @@ def cases() -> Iterator[Case]:
 
 def foreseen() -> Iterator[Case]:
     """Yield predictions of loads that nobody has measured: when they are, the history has what was said before."""
-    for model, layout, share in FORESEEN:
+    for model, layout, served in FORESEEN:
         for clients in (1, 16, 128, 512):
             load = Load(
                 record="not measured", side="stock", holds="stock", layout=layout, clients=clients, requests=clients,
-                input_tokens=512, output_tokens=128, tpot_ms=math.nan, tokens_per_s=None, model=model,
-                memory_share=share,
+                input_tokens=512, output_tokens=128, tpot_ms=math.nan, tokens_per_s=None, model=model, **served,
             )  # fmt: skip
-            yield predicted(load)
+            planned = memory_of(_question(load), parse_layout(layout)).kv_cache_bytes
+            yield predicted(dataclasses.replace(load, cache_bytes=int(planned * CACHE)))
 
 
 def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
@@ -203,6 +211,8 @@ def _pass_between(base: Load, load: Load) -> str:
     if base.layout == load.layout:
         if base.side == load.side and base.api_servers is None and load.api_servers is not None:
             return "more API servers"
+        if base.side == load.side and load.prompt_graphs and not base.prompt_graphs:
+            return "graph_capture: steps that read prompts"
         return PAIRS.get(base.holds, {}).get(load.holds, "")
     slices, other = parse_layout(base.layout), parse_layout(load.layout)
     plain = Layout(tensor_parallel_size=slices.num_devices)
@@ -224,7 +234,7 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
         load, gpus = case.load, case.prediction.layout.num_devices
         if load.api_servers is not None:
             continue  # No plan takes more API servers by itself.
-        same = (_hardware(load), load.model, load.side, gpus, load.clients, load.requests)
+        same = (hardware_of(load), load.model, load.side, load.prompt_graphs, gpus, load.clients, load.requests)
         groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)
     chosen = []
     for group in groups.values():
@@ -246,6 +256,8 @@ def predicted(load: Load) -> Case:
     """Return a load beside its prediction."""
     question, layout = _question(load), parse_layout(load.layout)
     memory = memory_of(question, layout)
+    if load.cache_bytes is not None:
+        memory = dataclasses.replace(memory, kv_tokens=int(load.cache_bytes / memory.kv_bytes_per_token))
     prediction = predict(question, layout, memory)
 
     def wave_s(clients: int) -> float:
@@ -259,7 +271,7 @@ def predicted(load: Load) -> Case:
 
 
 def _question(load: Load) -> LayoutQuestion:
-    gpu = load_catalog_entry(_hardware(load)).gpu
+    gpu = load_catalog_entry(hardware_of(load)).gpu
     fields: dict[str, Any] = {"expert_bits": 16, "linear_bits": 16, "weights": "bf16", **SIDES[load.holds]}
     kv_bits = fields.pop("kv_bits", 16)
     memory = MemoryRequest(
@@ -273,13 +285,15 @@ def _question(load: Load) -> LayoutQuestion:
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
         input_tokens=load.input_tokens, output_tokens=load.output_tokens, step_tokens=load.step_tokens,
         max_running=load.max_running, even_routing=True, api_servers=load.api_servers,
+        prompt_graphs=load.prompt_graphs,
         rounds=load.requests / load.clients, load=_routing(load),
         reader_token_us=READER_TOKEN_US, reader_request_us=READER_REQUEST_US,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,
     )  # fmt: skip
 
 
-def _hardware(load: Load) -> str:
+def hardware_of(load: Load) -> str:
+    """Return the GPU's entry in the catalog."""
     return "h200" if "_h200_" in load.record else "h100_sxm"
 
 

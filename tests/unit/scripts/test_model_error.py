@@ -241,7 +241,10 @@ def test_equal_scores_of_a_bf16_softmax_send_all_tokens_to_the_same_experts():
 
 
 def test_what_is_foreseen_was_not_measured(cases):
-    measured = {(case.load.model, case.load.layout, case.prediction.layout.num_devices) for case in cases}
-    foreseen = list(predicted_loads.foreseen())
+    def served(case):
+        load = case.load
+        return predicted_loads.hardware_of(load), load.model, load.served_as, case.prediction.layout.num_devices
+
+    foreseen = set(map(served, predicted_loads.foreseen()))
     assert foreseen
-    assert not measured & {(each.load.model, each.load.layout, each.prediction.layout.num_devices) for each in foreseen}
+    assert not foreseen & set(map(served, cases))
