@@ -12,6 +12,7 @@ from moe_optimizer.costs.expert_imbalance import rank_imbalance
 from moe_optimizer.costs.roofline import expected_experts_hit, peak_flops
 from moe_optimizer.costs.weights import weight_element_bytes
 from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUBLING, VLLM_EXPERTS
+from moe_optimizer.layouts.expert_tiles import L2_BYTES, reads_of_an_expert
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape
@@ -19,6 +20,7 @@ from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
 _FP8_BITS = 8
+_DEFAULT_TILES_BITS = 16
 _MOST_SLICES = 16
 """Of an expert, that a table may be of."""
 
@@ -59,7 +61,23 @@ class ExpertTimes:
             measured = self.related.layer_us(tokens)
             modelled *= measured.value / self.related._modelled_us(tokens)
             ref = f"{ref}, scaled to width {self.related.shape.intermediate_size} in {measured.ref}"
-        return Quantity(modelled, "us", Source.MODELLED, ref)
+        return Quantity(max(modelled, self._reading_again_us(tokens, tokens * uneven)), "us", Source.MODELLED, ref)
+
+    def _reading_again_us(self, tokens: float, busiest: float) -> float:
+        """Return the least time of vLLM's kernel where it reads experts more than once; 0 where it does not.
+
+        Of whole experts, because of large ones vLLM has tuned tiles for slices alone, and in 16 bits: in 8 its default
+        tiles share what they read.
+        """
+        shape, gpu, matrices = self.shape, self.question.gpu, self.question.model.expert_matrices
+        one = matrices * shape.hidden_size * shape.intermediate_size * weight_element_bytes(self.question.expert_bits)
+        # Gate and up are one product, which is the larger one.
+        large = one * (matrices - 1) / matrices > L2_BYTES
+        if self.ours or self.num_ranks == 1 or self.question.expert_bits != _DEFAULT_TILES_BITS or not large:
+            return 0.0
+        reads = reads_of_an_expert(tokens, shape.num_experts, busiest * shape.top_k / shape.num_global_experts)
+        bandwidth = gpu.memory_bandwidth.value * VLLM_EXPERTS.bandwidth_share
+        return VLLM_EXPERTS.start_us + 1e6 * reads * shape.num_experts * one / bandwidth if reads > 1 else 0.0
 
     def _busiest(self, tokens: float) -> float:
         """Return the (token, expert) pairs of the busiest rank: what the load says, and two to three deviations of

@@ -74,6 +74,21 @@ def test_a_modelled_division_of_experts_is_scaled_to_a_measured_one_of_the_same_
     assert even.layer_us(64).value == pytest.approx(slices.layer_us(64).value, rel=0.02)
 
 
+PUBLISHED_US = {64: 511, 320: 832, 384: 846, 768: 741}
+"""Tokens -> us of Mixtral's experts, half of them whole on an H100, with balanced routing: AIConfigurator 0.12."""
+
+
+def test_large_whole_experts_are_read_again_for_each_block_of_rows_that_vllm_does_not_group():
+    asked = question(mixtral_8x7b(), gpus=2, even_routing=True)
+    experts = expert_times(asked, Layout(tensor_parallel_size=2, expert_parallel=True))
+    for tokens, us in PUBLISHED_US.items():
+        assert experts.layer_us(tokens).value == pytest.approx(us, rel=0.16)
+    # 768 tokens are grouped, and take less than 512.
+    assert experts.layer_us(768).value < experts.layer_us(512).value
+    ours = dataclasses.replace(experts, ours=True)
+    assert ours.layer_us(768).value > ours.layer_us(512).value
+
+
 def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_graph_none():
     model = StepModel(question(gpus=4), Layout(tensor_parallel_size=4))
     few, many = model.parts(Tokens(16, 576, 512 - 16, 512)), model.parts(Tokens(16, 576, 512, 512))
