@@ -217,11 +217,14 @@ def start_of(run: Path, number: int) -> Any:
 
 
 def loads_measured(run: Path, number: int, workload: Path, options: Any) -> list[Any]:
-    """Return what was measured of a side under each load."""
+    """Return what was measured of a side under each load, without the rounds in which something compiled: a run that
+    was cut could not send them again.
+    """
     loads = []
     for load in loads_of(load_workload(str(workload))):
         paths = [run / f"{Turn(number, load, each).key}.json" for each in range(options.repetitions)]
-        rounds = [read_samples(path) for path in paths if path.exists()]
+        found = [read_samples(path) for path in paths if path.exists()]
+        rounds = [each for each in found if not each.compilations]
         if rounds:
             loads.append(encode(load_result(load, rounds, Limits())))
     return loads

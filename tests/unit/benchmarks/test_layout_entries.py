@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,7 +13,12 @@ import pytest
 
 from benchmarks.serving import bench_layouts, together
 from benchmarks.serving.layout_entries import groups, vllm_arguments
+from moe_optimizer.measure.bench.samples import RoundSamples
+from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import RunningSide, Side
+from moe_optimizer.measure.bench.trace import loads_of
+from moe_optimizer.measure.bench.workload import load_workload
+from moe_optimizer.plan.json_codec import encode
 
 
 def test_a_layout_can_be_served_twice_with_other_arguments() -> None:
@@ -107,3 +113,17 @@ def test_a_later_start_that_was_cut_earlier_takes_no_rounds_away(run_of) -> None
     _, started, layouts = run_of("tp4", {"error": "not started: 3 s left", "loads": []})
     assert started == [(["tp4"], [1, 16])]
     assert layouts["tp4"]["loads"] == [load(16, 1)]
+
+
+def test_a_round_in_which_something_compiled_is_not_kept_of_a_run_that_was_cut(tmp_path) -> None:
+    options = argparse.Namespace(input_tokens=8, output_tokens=2, requests_per_client=1, repetitions=1)
+    workload = tmp_path / "layouts.yaml"
+    workload.write_text(bench_layouts.workload_text([1, 2], options), encoding="utf-8")
+    for turn, compilations in zip(loads_of(load_workload(str(workload))), (0, 3), strict=True):
+        samples = RoundSamples(
+            duration_s=1.0, ttft_s=(0.1,), e2e_s=(0.2,), itl_s=(0.1,), input_tokens=(8,), output_tokens=(2,),
+            errors=("",), energy_j=None, compilations=compilations,
+        )  # fmt: skip
+        (tmp_path / f"{Turn(0, turn, 0).key}.json").write_text(json.dumps(encode(samples)), encoding="utf-8")
+    found = bench_layouts.loads_measured(tmp_path, 0, workload, options)
+    assert [each["clients"] for each in found] == [1]
