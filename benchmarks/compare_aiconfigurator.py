@@ -220,7 +220,8 @@ def compare(
         memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
         input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
         linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
-        speeds=read_kernel_speeds(Path("/nonexistent")), processes=processes, prompt_graphs=processes,
+        speeds=read_kernel_speeds(Path("/nonexistent")), processes=processes, more_api_servers=processes,
+        prompt_graphs=processes,
     )  # fmt: skip
     cases: list[dict[str, Any]] = []
     ratios: list[Ratio] = []

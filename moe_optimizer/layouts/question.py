@@ -61,6 +61,8 @@ class LayoutQuestion:
     """
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
+    more_api_servers: bool = False
+    """Whether a plan gives a server more of them, where one for each copy would be busy for most of a step."""
     rounds: float | None = None
     """Requests of each client of a load test, one after the other, the first ones of all at once; None: clients go on
     without end.

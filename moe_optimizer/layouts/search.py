@@ -17,6 +17,9 @@ _EQUAL = 0.01
 _MIXED = 0.05
 """Chosen: what slices and copies in one server must bring more than all else. Of both together nothing was measured,
 and of what was measured the model's mean error is about as much."""
+_LATE = 0.05
+"""Chosen, as the error of the model: what copies must bring in time per output token, where that alone counts. Each
+copy reads its prompts alone, so first tokens take several times as long as with slices."""
 _FEW = 0.05
 """Chosen: of the clients, that may wait for room without that counting against a layout. Room for them all is seldom
 needed, because requests are of all lengths between a prompt's and their last."""
@@ -104,8 +107,9 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     latency: the least time per output token, of layouts in which hardly a request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
-    fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted. Prefill
-    and decode apart come last: they need a connector between the servers, which nothing else does.
+    fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted, for
+    latency all copies as `_LATE`. Prefill and decode apart come last: they need a connector between the servers, which
+    nothing else does.
     """
     if not predictions:
         return []
@@ -131,6 +135,8 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
         return "more requests wait for room in the cache"
     if _counted(prediction, goal) < _counted(chosen, goal):
         return f"less than {_EQUAL:.0%} counts as none"
+    if prediction.layout.tensor_parallel_size == 1:
+        return f"copies have later first tokens: less than {_LATE:.0%} does not count"
     return f"slices and copies in one server were not measured: less than {_MIXED:.0%} does not count"
 
 
@@ -142,9 +148,11 @@ def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
 
 def _counted(prediction: Prediction, goal: Goal) -> float:
     """Return what a goal wants least of, as it counts in the order."""
-    layout = prediction.layout
-    mixed = layout.tensor_parallel_size > 1 and layout.data_parallel_size > 1
-    return _score(prediction, goal) * (1 + _MIXED * mixed)
+    copies, slices = prediction.layout.data_parallel_size, prediction.layout.tensor_parallel_size
+    more = 0.0
+    if copies > 1:
+        more = max(_MIXED * (slices > 1), _LATE * (goal == "latency"))
+    return _score(prediction, goal) * (1 + more)
 
 
 def _score(prediction: Prediction, goal: Goal) -> float:

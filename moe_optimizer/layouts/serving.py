@@ -76,7 +76,7 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
     loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
-    api_servers = question.api_servers or layout.data_parallel_size
+    api_servers = question.api_servers or loop.api_servers()
     times = loop.times(api_servers / layout.data_parallel_size)
     waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
     waiting = clients - running
@@ -142,6 +142,18 @@ class _Loop:
             self._others_us = self._others * model.step_us(read) / stages
             # In later rounds it is read while the others write.
             self._beside_us = model.step_us(Tokens(2 * busy, context, prompt / self._alone, prompt)) / stages
+
+    def api_servers(self) -> int:
+        """Return how many API servers a server has where nobody says it: vLLM's own number, one for each copy, or where
+        a plan may start more, the fewest that send tokens out in a part of a step. Not of a server over several
+        machines: vLLM refuses the argument on those that only compute.
+        """
+        layout, question = self.model.layout, self._question
+        copies, one_machine = layout.data_parallel_size, layout.devices_of_server <= question.gpus_per_machine
+        sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * copies * question.processes
+        enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
+        most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and one_machine else 1)
+        return min(max(copies, enough), most)
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""

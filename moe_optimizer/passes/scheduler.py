@@ -7,6 +7,7 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import DualBatchOverlapParams, FlashDmoeParams, SchedulerParams
 from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG, added_api_servers
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import full_length, held_at_once, least_step_us
@@ -58,11 +59,14 @@ class Scheduler(OptimizationPass):
         arguments = [_REQUESTS_FLAG, str(sequences), _TOKENS_FLAG, str(tokens)]
         if mode != "balanced":
             arguments += [_MODE_FLAG, mode]
+        api_servers = added_api_servers(ctx)
+        if api_servers:
+            arguments += [API_SERVERS_FLAG, str(api_servers)]
         return self.decision(
             ctx,
             Status.ON,
             f"{sequences} requests, {tokens} tokens a step",
-            f"{sequences} requests {why}; {reason}; performance mode {mode}",
+            f"{sequences} requests {why}; {reason}; performance mode {mode}{_front_end(api_servers)}",
             Applier.FLAGS,
             evidence=_floor(ctx, sequences, tokens),
             rejected=rejected,
@@ -70,6 +74,11 @@ class Scheduler(OptimizationPass):
             params=SchedulerParams(max_num_seqs=sequences, max_num_batched_tokens=tokens),
             warnings=warnings,
         )
+
+
+def _front_end(api_servers: int) -> str:
+    why = "because one of its own number would be busy for most of a decode step"
+    return f"; {api_servers} API servers, {why}" if api_servers else ""
 
 
 def _mode(ctx: PlanContext) -> str:

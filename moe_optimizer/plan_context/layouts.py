@@ -13,6 +13,7 @@ from moe_optimizer.layouts.serving import Prediction, memory_of
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG, may_add_api_servers
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
@@ -133,7 +134,8 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         our_kernels=_ours(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
-        api_servers=ctx.pinned.count("--api-server-count"),
+        api_servers=ctx.pinned.count(API_SERVERS_FLAG),
+        more_api_servers=may_add_api_servers(ctx),
         prompt_graphs=may_capture_prompts(ctx),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )

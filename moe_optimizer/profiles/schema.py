@@ -223,6 +223,9 @@ class SchedulerSection(PassSection):
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     """Tokens in one step; null: sized from memory."""
+    api_servers: Literal["auto", "off"] = "auto"
+    """More processes that take requests in and send tokens out, where those that vLLM starts by itself would be busy
+    for most of a decode step. off: vLLM's own number."""
 
 
 class Passes(Section):

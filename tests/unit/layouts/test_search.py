@@ -211,6 +211,16 @@ def test_slices_and_copies_in_one_server_are_taken_only_where_they_are_clearly_b
             assert bool(why_behind(near, plain, goal))
 
 
+def test_for_latency_copies_are_taken_only_where_they_bring_more_than_the_model_is_wrong():
+    found = rank(question(gpus=8, clients=64), "latency", Limits(), allowed=by_itself).within
+    slices, copies = (next(each for each in found if each.layout.name == name) for name in ("tp8", "tp1dp8ep"))
+    for factor, taken in ((1.03, False), (1.07, True)):
+        near = dataclasses.replace(copies, tpot_ms=slices.tpot_ms / factor, tokens_per_s=slices.tokens_per_s * 1.03)
+        assert (ordered([slices, near], "latency")[0] is near) is taken
+        assert ordered([slices, near], "throughput")[0] is near
+        assert ("first tokens" in why_behind(near, slices, "latency")) is not taken
+
+
 def test_long_reading_is_not_all_before_the_first_token():
     short, long = (question(gpus=1, hardware="h200", clients=64, input_tokens=tokens) for tokens in (512, 8192))
     each = [rank(asked, "throughput", Limits()).within[0] for asked in (short, long)]

@@ -254,3 +254,39 @@ def test_512_gpus_are_planned_as_they_are_predicted_and_by_a_measured_load():
 def test_sizes_after_the_dashes_are_kept():
     plan = planned(vllm_args=("--tensor-parallel-size", "2"))
     assert choice_of(plan).layout.tensor_parallel_size == 2
+
+
+def api_servers(plan: Plan) -> int | None:
+    found = {server.serve_args.count("--api-server-count") for server in (plan.group.servers if plan.group else [plan])}
+    (count,) = found
+    return count
+
+
+@pytest.mark.parametrize("layout", ["tp8", "tp4x2"])
+def test_each_server_gets_more_api_servers_where_one_would_be_busy_for_most_of_a_step(layout):
+    plan, one = (planned(clients=512, layout=layout, vllm_args=given) for given in ((), ("--api-server-count", "1")))
+    count = api_servers(plan)
+    assert count is not None
+    assert count > 1
+    assert choice_of(plan).estimate.api_servers == count
+    assert api_servers(one) == choice_of(one).estimate.api_servers == 1
+    assert choice_of(plan).estimate.tokens_per_s > choice_of(one).estimate.tokens_per_s
+    assert "API servers" in plan.decision("scheduler").reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clients": 8, "layout": "tp8"},
+        {"clients": 512, "layout": "tp8", "vllm_args": ("--enable-elastic-ep",)},
+        {"clients": 512, "layout": "tp8", "profile": profile_with(passes={"scheduler": {"api_servers": "off"}})},
+        # One for each copy, as vLLM starts them.
+        {"clients": 512, "layout": "tp1dp8ep"},
+        # Of a server over machines only the first one takes the argument.
+        {"clients": 2048, "layout": "tp8dp2ep", "num_nodes": 2, "num_gpus": 16},
+    ],
+)
+def test_vllms_own_number_of_api_servers_is_left(changes):
+    plan = planned(**changes)
+    assert "--api-server-count" not in plan.serve_args
+    assert choice_of(plan).estimate.api_servers == choice_of(plan).layout.data_parallel_size

@@ -1,0 +1,28 @@
+"""Says whether and how many API servers a plan starts: vLLM's processes that take requests in and send tokens out."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
+
+API_SERVERS_FLAG = "--api-server-count"
+_ONE_ONLY = ("--enable-elastic-ep", "--headless")
+"""Arguments with which vLLM takes no other number."""
+
+
+def may_add_api_servers(ctx: PlanContext) -> bool:
+    """Return whether profile and arguments leave the number to the plan."""
+    return (
+        ctx.wish("scheduler")[0] is not Wish.OFF
+        and ctx.profile.passes.scheduler.api_servers == "auto"
+        and API_SERVERS_FLAG not in ctx.pinned
+        and not any(flag in ctx.pinned for flag in _ONE_ONLY)
+    )
+
+
+def added_api_servers(ctx: PlanContext) -> int:
+    """Return how many each server gets where that is not what vLLM starts by itself; 0: its own number."""
+    if ctx.layout_choice is None or not may_add_api_servers(ctx):
+        return 0
+    count = ctx.layout_choice.estimate.api_servers
+    return count if count > ctx.layout_choice.layout.data_parallel_size else 0
