@@ -114,6 +114,10 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     model = ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model)
     if facts.quantization is not None and model.quant_method is None:
         vllm_args += ["--quantization", facts.quantization]
+    if facts.lora:
+        vllm_args.append("--enable-lora")
+    if facts.lora_targets is not None:
+        vllm_args += ["--lora-target-modules", *facts.lora_targets]
     section = profile.passes.expert_placement
     num_gpus = facts.world_size if facts.device == "cuda" else None
     return make_plan(

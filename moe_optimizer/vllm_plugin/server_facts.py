@@ -22,6 +22,10 @@ class ServerFacts:
     trust_remote_code: bool
     quantization: str | None = None
     """vLLM's name of how the weights are quantised, by the checkpoint or while loading; None: they are not."""
+    lora: bool = False
+    """Whether it takes LoRA adapters."""
+    lora_targets: tuple[str, ...] | None = None
+    """Names of the modules that adapters are limited to; None: any."""
     worker_threads: int | None = None
     """Threads that this worker computes with; None on GPUs."""
 
@@ -36,7 +40,7 @@ def server_facts() -> ServerFacts:
     from vllm.platforms import current_platform
 
     config = get_current_vllm_config()
-    model, parallel = config.model_config, config.parallel_config
+    model, parallel, targets = config.model_config, config.parallel_config, lora_targets()
     return ServerFacts(
         model=model.model,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -48,6 +52,8 @@ def server_facts() -> ServerFacts:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         trust_remote_code=bool(model.trust_remote_code),
         quantization=model.quantization,
+        lora=config.lora_config is not None,
+        lora_targets=None if targets is None else tuple(targets),
         worker_threads=cpu_threads() if current_platform.is_cpu() else None,
     )
 

@@ -212,3 +212,15 @@ def test_a_cpu_worker_that_plans_asks_for_its_own_threads() -> None:
     decision = autoload.plan_for_server(facts, profile_with(), None).decision("flash_dmoe")
     (question,) = decision.params_as(FlashDmoeParams).measure
     assert question.device.endswith(" 7 threads")
+
+
+@pytest.mark.parametrize(
+    ("targets", "status"), [(None, Status.OFF), (("q_proj", "experts"), Status.OFF), (("q_proj",), Status.ON)]
+)
+def test_adapters_of_a_running_vllm_are_planned_for(targets: tuple[str, ...] | None, status: Status) -> None:
+    # With adapters vLLM's CPU build has no kernel for the experts that runs.
+    alone = dataclasses.replace(FACTS, tensor_parallel_size=1, world_size=1, expert_parallel=False)
+    facts = dataclasses.replace(alone, lora=True, lora_targets=targets)
+    decision = autoload.plan_for_server(facts, load_profile("balanced"), None).decision("flash_dmoe")
+    assert decision.status is status
+    assert "LoRA" in decision.reason
