@@ -61,7 +61,8 @@ FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mixtral", "tp2x2", {"memory_share": 0.9}),
     (QWEN3_30B, "tp2", {"memory_share": 0.9}),
     (QWEN3_30B, "tp1x2", {"memory_share": 0.9}),
-    (QWEN3_30B, "tp4", {"memory_share": 0.45, "prompt_graphs": True}),
+    (QWEN3_30B, "tp4", {"memory_share": 0.45, "api_servers": 4, "prompt_graphs": True}),
+    ("deepseek_v2", "tp2", {"memory_share": 0.45, "api_servers": 4}),
 )
 """Models, layouts of H100s and how they are served: what bench_layouts.py is to measure next, and nobody has so."""
 FITTED = {
@@ -233,7 +234,7 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
     for case in found:
         load, gpus = case.load, case.prediction.layout.num_devices
         if load.api_servers is not None:
-            continue  # No plan takes more API servers by itself.
+            continue  # How many API servers a plan adds is a rule, and no choice among layouts.
         same = (hardware_of(load), load.model, load.side, load.prompt_graphs, gpus, load.clients, load.requests)
         groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)
     chosen = []
