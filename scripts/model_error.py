@@ -98,18 +98,7 @@ def page(found: list[Case]) -> str:
             f"(`{case.load.record}`)"
             for error, case in worst
         ]
-    lines += [
-        "",
-        "Not measured yet, on H100s, 512 tokens in and 128 out, one request of each client at once:",
-        "",
-        "| served | layout | clients | TPOT ms, predicted | tokens/s, predicted |",
-        "|---|---|--:|--:|--:|",
-        *(
-            f"| {_served(case)} | {case.load.served_as} | {case.load.clients} | {case.prediction.tpot_ms:.2f} "
-            f"| {case.rate:,.0f} |"
-            for case in foreseen()
-        ),
-    ]
+    lines += _foreseen()
     lines += [
         "",
         "| record | side | layout | clients | TPOT ms, measured | predicted | error "
@@ -118,6 +107,25 @@ def page(found: list[Case]) -> str:
     ]
     lines += [_row(case) for case in found]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def _foreseen() -> list[str]:
+    """Return what is predicted of loads that no record has."""
+    rows = [
+        f"| {_served(case)} | {case.load.served_as} | {case.load.clients} | {case.prediction.tpot_ms:.2f} "
+        f"| {case.rate:,.0f} |"
+        for case in foreseen()
+    ]
+    if not rows:
+        return []
+    return [
+        "",
+        "Not measured yet, on H100s, 512 tokens in and 128 out, one request of each client at once:",
+        "",
+        "| served | layout | clients | TPOT ms, predicted | tokens/s, predicted |",
+        "|---|---|--:|--:|--:|",
+        *rows,
+    ]
 
 
 def _held_up(found: list[Case]) -> list[str]:

@@ -64,7 +64,7 @@ FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (QWEN3_30B, "tp4", {"memory_share": 0.45, "api_servers": 4, "prompt_graphs": True}),
     ("deepseek_v2", "tp2", {"memory_share": 0.45, "api_servers": 4}),
 )
-"""Models, layouts of H100s and how they are served: what bench_layouts.py is to measure next, and nobody has so."""
+"""Models, layouts of H100s and how they are served: what bench_layouts.py is to measure next."""
 FITTED = {
     ("2026-11-22_h100_fp8_served", "stock vLLM", "tp1", 1): "HOST_US",
     ("2026-11-22_h100_served", "stock", "tp1", 1): "HOST_US, REQUEST_US",
@@ -177,15 +177,22 @@ def cases() -> Iterator[Case]:
 
 
 def foreseen() -> Iterator[Case]:
-    """Yield predictions of loads that nobody has measured: when they are, the history has what was said before."""
+    """Yield predictions of loads that no record has: when one does, the history has what was said before."""
+    measured = {_key(load) for load in served_loads()}
     for model, layout, served in FORESEEN:
         for clients in (1, 16, 128, 512):
             load = Load(
                 record="not measured", side="stock", holds="stock", layout=layout, clients=clients, requests=clients,
                 input_tokens=512, output_tokens=128, tpot_ms=math.nan, tokens_per_s=None, model=model, **served,
             )  # fmt: skip
+            if _key(load) in measured:
+                continue
             planned = memory_of(_question(load), parse_layout(layout)).kv_cache_bytes
             yield predicted(dataclasses.replace(load, cache_bytes=int(planned * CACHE)))
+
+
+def _key(load: Load) -> tuple[str, ...]:
+    return hardware_of(load), load.model, load.served_as, str(load.clients)
 
 
 def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:

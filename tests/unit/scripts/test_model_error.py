@@ -240,11 +240,13 @@ def test_equal_scores_of_a_bf16_softmax_send_all_tokens_to_the_same_experts():
     assert used == {torch.bfloat16: model.top_k, torch.float32: model.num_experts}
 
 
-def test_what_is_foreseen_was_not_measured(cases):
+def test_what_is_foreseen_was_not_measured(cases, monkeypatch):
     def served(case):
         load = case.load
-        return predicted_loads.hardware_of(load), load.model, load.served_as, case.prediction.layout.num_devices
+        return predicted_loads.hardware_of(load), load.model, load.served_as, load.clients
 
+    # Slices of Mixtral were measured on two H100, and on four nobody served copies.
+    monkeypatch.setattr(predicted_loads, "FORESEEN", (("mixtral", "tp2", {}), ("mixtral", "tp1dp4ep", {})))
     foreseen = set(map(served, predicted_loads.foreseen()))
-    assert foreseen
+    assert {layout for _, _, layout, _ in foreseen} == {"tp1dp4ep"}
     assert not foreseen & set(map(served, cases))
