@@ -23,7 +23,7 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_model_does_not_fit,
     why_not_built,
 )
-from moe_optimizer.plan_context.graph_arguments import may_capture_prompts
+from moe_optimizer.plan_context.graph_arguments import prompts_have_graphs
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -136,7 +136,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         even_routing=ctx.pinned.value("--load-format") == "dummy",
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
-        prompt_graphs=may_capture_prompts(ctx),
+        prompt_graphs=prompts_have_graphs(ctx, STEP_TOKENS),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
 

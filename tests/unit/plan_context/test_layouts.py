@@ -290,3 +290,11 @@ def test_vllms_own_number_of_api_servers_is_left(changes):
     plan = planned(**changes)
     assert "--api-server-count" not in plan.serve_args
     assert choice_of(plan).estimate.api_servers == choice_of(plan).layout.data_parallel_size
+
+
+def test_own_graph_sizes_count_where_they_cover_a_step_of_prompts():
+    rates = [
+        choice_of(planned(4, clients=128, layout="tp4", vllm_args=given)).estimate.tokens_per_s
+        for given in ((), ("--cudagraph-capture-sizes", "512", "8192"), ("--cudagraph-capture-sizes", "512"))
+    ]
+    assert rates[0] == rates[1] > rates[2]
