@@ -33,7 +33,7 @@ def main() -> int:
             machines = max(1, gpus // 8)
             asked = question(
                 model, gpus=min(gpus, 8), machines=machines, hardware="h200", clients=CLIENTS_PER_GPU * gpus,
-                input_tokens=1024, output_tokens=512, **fields,
+                input_tokens=1024, output_tokens=512, prompt_graphs=True, more_api_servers=True, **fields,
             )  # fmt: skip
             even = dataclasses.replace(asked, even_routing=True)
             found = rank(even, "throughput", Limits(), allowed=by_itself).within
