@@ -62,8 +62,9 @@ class Load:
     why_no_rate: str = ""
     """Why the rate is not judged."""
     held_up: bool = False
-    """Whether the tokens of the same start of bench_layouts.py came in pairs under some load: what sends or reads them
-    had no time for each step. The median gap between tokens is then longer than the median time of one, by `_PAIRED`.
+    """Whether tokens came in pairs under some load of the same start of bench_layouts.py, of this server or of one that
+    was up beside it: what sends or reads them had no time for each step. The median gap between tokens is then longer
+    than the median time of one, by `_PAIRED`.
     """
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
@@ -99,7 +100,7 @@ def served_loads() -> Iterator[Load]:
                 layout, *own = words.split()
                 about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
-                    "held_up": any(map(_in_pairs, found["loads"])),
+                    "held_up": any(map(_in_pairs, _loads_of_start(words, record["layouts"]))),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
                     "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, found.get("serve_args", []))), None),
                     "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, own), default=0) >= STEP_TOKENS,
@@ -152,6 +153,12 @@ def _numbers_after(flag: str, words: list[str]) -> list[int]:
     """Return the numbers that follow a flag among arguments; [] without it."""
     after = words[words.index(flag) + 1 :] if flag in words else []
     return [int(word) for word in itertools.takewhile(str.isdecimal, after)]
+
+
+def _loads_of_start(words: str, layouts: Any) -> Iterator[Any]:
+    """Yield the loads of a layout and of those that were up beside it."""
+    for each in (words, *layouts[words].get("beside", ())):
+        yield from layouts[each]["loads"]
 
 
 def _in_pairs(load: Any) -> bool:

@@ -116,6 +116,9 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-26_h100_x4_layouts_replicas",
                 "2026-11-26_h100_x2_layouts_mixtral_copies",
                 "2026-11-26_h100_x2_layouts_deepseek_v2_rest",
+                "2026-11-27_h100_x2_layouts_deepseek_v2",
+                "2026-11-27_h100_x2_layouts_mixtral_experts",
+                "2026-11-27_h100_x4_layouts_mixtral",
                 "2026-11-27_h100-h200_layouts_compared",
                 "2026-11-27_h100-h200_layouts_compared_processes",
             ),
@@ -140,7 +143,11 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         (
             "The front end: a process of vLLM",
             "to take in a request.",
-            ("2026-11-26_h200_x4_layouts", "2026-11-26_h100_x2_layouts_deepseek_v2"),
+            (
+                "2026-11-26_h200_x4_layouts",
+                "2026-11-26_h100_x2_layouts_deepseek_v2",
+                "2026-11-26_h100_x2_layouts_deepseek_v2_rest",
+            ),
         ),
         (
             "Measured loops differ in that",

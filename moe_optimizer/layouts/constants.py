@@ -86,9 +86,11 @@ REQUEST_US = 10_000.0
 FRONT_END_TOKEN_US = 44.0
 """Of each token of an answer, in the one process of an engine (API server) that sends tokens out: the median time
 between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
-four H100. vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
+four H100. Hosts differ: the same shape had 62 and 78 in other starts. vLLM starts one such process, or as many as a
+server has copies on a machine (--api-server-count)."""
 FRONT_END_BUSY = 0.5
-"""Chosen: of a step of decoding, that a plan keeps an API server busy at most, where it may start more of them. With
+"""Chosen: of a step of decoding, that a plan keeps an API server busy at most, where it may start more of them. Some
+hosts take nearly twice FRONT_END_TOKEN_US (benchmarks/records/2026-11-27_h100_x2_layouts_deepseek_v2.json). With
 slices on four H100 and 128 clients one would be busy for 0.43 of a step, and four had 8 % more tokens/s
 (benchmarks/records/2026-11-26_h100_x4_layouts.json)."""
 MOST_API_SERVERS = 4

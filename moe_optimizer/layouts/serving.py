@@ -133,15 +133,25 @@ class _Loop:
         self._room = max(1.0, question.step_tokens - busy)
         # The first request to arrive is read alone, those that follow it together.
         self._alone = math.ceil(prompt / self._room)
-        self._others = math.ceil((running - 1) * prompt / self._room)
         self._alone_us = self._alone * model.step_us(Tokens(0, 0, prompt / self._alone, prompt)) / stages
-        self._others_us = self._beside_us = 0.0
-        if self._others:
-            context = prompt + answer / 2
-            read = Tokens(busy, context, (running - 1) * prompt / self._others, prompt)
-            self._others_us = self._others * model.step_us(read) / stages
-            # In later rounds it is read while the others write.
-            self._beside_us = model.step_us(Tokens(2 * busy, context, prompt / self._alone, prompt)) / stages
+        self._beside = Tokens(busy, prompt + answer / 2, 0, prompt)
+        # In later rounds it is read while the others write.
+        self._beside_us = model.step_us(replace(self._beside, sequences=2 * busy, prompt=prompt / self._alone)) / stages
+        self._others, self._others_us = 0, 0.0
+
+    def _read_in_steps(self, taking_us: float) -> None:
+        """Work out in how many steps the other prompts are read, and for how long: a step takes what it has room for of
+        those that came in during the one before.
+        """
+        prompt, others = self._question.input_tokens, self._running - 1
+        self._others = math.ceil(others * prompt / self._room)
+        while self._others:
+            read = replace(self._beside, prompt=others * prompt / self._others)
+            step_us = self.model.step_us(read) / self.model.layout.pipeline_parallel_size
+            self._others_us = self._others * step_us
+            if self._others >= others or self._others * max(step_us, taking_us) >= others * taking_us:
+                return
+            self._others += 1
 
     def api_servers(self) -> int:
         """Return how many API servers a server has where nobody says it: vLLM's own number, one for each copy, or where
@@ -164,6 +174,7 @@ class _Loop:
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)
         taking_us = share * (fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt)
+        self._read_in_steps(taking_us)
         # A step reads no more prompts than the process has taken in, which sends tokens out meanwhile.
         taken_us = (running - 1) * taking_us + self._others * sending_us / 2
         others_us = max(self._others_us, taken_us)

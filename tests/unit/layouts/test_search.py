@@ -313,6 +313,17 @@ def test_the_front_end_bounds_how_fast_many_short_prompts_are_read_and_long_ones
     assert times[8192, 1] == pytest.approx(times[8192, 8], rel=0.02)
 
 
+def test_a_step_reads_the_prompts_that_came_in_during_the_one_before():
+    layout = Layout(tensor_parallel_size=8)
+    asked = question(gpus=8, hardware="h200", clients=16, input_tokens=512, rounds=1, prompt_graphs=True)
+    slow, fast = (
+        predict(dataclasses.replace(asked, api_servers=count), layout, memory_of(asked, layout)) for count in (1, 8)
+    )
+    # All 15 others would have room in one step; in two, those of the first wait for the second while they write.
+    assert slow.front_end_share < 0.5
+    assert slow.tpot_ms > 1.03 * fast.tpot_ms
+
+
 def test_the_one_process_that_reads_all_answers_bounds_a_load_test_however_many_servers_there_are():
     layout = Layout(tensor_parallel_size=2, replicas=4)
     asked = question(gpus=8, hardware="h200", clients=512)
