@@ -9,8 +9,8 @@
 
 Layouts joined by + are started at once on the same GPUs, each with an equal share of their memory (with the shares of
 `tp1x2:0.6+tp2:0.3`), and then loaded in turns; groups follow each other. Arguments after a layout are its own:
-"tp4+tp4 --api-server-count 4". The record is written after each group: a run
-that is cut keeps what it has, of layouts that failed or took too long the loads that they answered. The same command
+"tp4+tp4 --api-server-count 4". The record is written after each load: a run that is cut or killed keeps what it has, of
+layouts that failed or took too long the loads that they answered. SIGTERM is the end of its time. The same command
 with the same file measures what is missing: layouts and loads without all of their rounds. --dry-run starts nothing: it
 prints what would run, and what the plan predicts. What did not start at once with others starts again alone.
 """
@@ -26,7 +26,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ LEAST_S = 160.0
 """With less time left no layout is started: a start takes 60 to 100 s, and the loads some."""
 STOP_S = 40.0
 """For `moe-optimizer bench` to stop its servers, before everything is killed."""
+LOOK_S = 2.0
+"""Between two looks at what was measured so far."""
 
 
 def main() -> int:
@@ -97,16 +101,22 @@ def recorded(options: Any, vllm_args: list[str]) -> int:
     end = time.monotonic() + options.total_s
     record = begun(options)
     waiting, layouts = groups(options.layouts, options.port), record["layouts"]
-    while waiting:
+    asked_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
+    while waiting and not asked_to_end.is_set():
         group = waiting.pop(0)
         lacking = {each: missing(layouts.get(each.name, {}), options) for each in group}
         todo = [each for each in group if lacking[each]]
         if todo:
             clients = [each for each in clients_of(options) if any(each in lacking[entry] for entry in todo)]
-            found = measured(todo, clients, options, vllm_args, end=end)
-            for entry in todo:
-                layouts[entry.name] = together_with(layouts.get(entry.name, {}), found[entry.name], options)
-            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+            earlier = dict(layouts)
+
+            def keep(found: dict[str, dict[str, Any]], earlier: dict[str, Any] = earlier) -> None:
+                for name, of_start in found.items():
+                    layouts[name] = together_with(earlier.get(name, {}), of_start, options)
+                write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+
+            keep(measured(todo, clients, options, vllm_args, end=end, keep=keep, asked_to_end=asked_to_end))
         for each in todo:
             show(each.name, layouts[each.name])
         if len(todo) > 1 and not any(layouts[each.name]["loads"] for each in todo):
@@ -176,9 +186,19 @@ def begun(options: Any) -> dict[str, Any]:
 
 
 def measured(
-    group: list[Entry], clients: list[int], options: Any, vllm_args: list[str], *, end: float
+    group: list[Entry],
+    clients: list[int],
+    options: Any,
+    vllm_args: list[str],
+    *,
+    end: float,
+    keep: Callable[[dict[str, dict[str, Any]]], None],
+    asked_to_end: threading.Event,
 ) -> dict[str, dict[str, Any]]:
-    """Return what each layout of a group does with so many clients; with `error` where the run did not end well."""
+    """Return what each layout of a group does with so many clients; with `error` where the run did not end well.
+
+    `keep` gets the same while more is measured, after each load.
+    """
     limit_s = min(options.layout_s, end - time.monotonic())
     if limit_s < LEAST_S:
         return {each.name: {"error": f"not started: {max(0, limit_s):.0f} s left", "loads": []} for each in group}
@@ -190,21 +210,32 @@ def measured(
         plans = list(pool.map(lambda each: write_plan(each, options, vllm_args, folder), group))
     command = [sys.executable, str(TOGETHER), str(folder / "run"), *map(str, plans), "--tokenizer", options.model]
     command += ["--workload", str(workload), "--repetitions", str(options.repetitions)]
-    error = run_for(command, folder, limit_s)
-    wall_s = round(time.monotonic() - started, 1)
-    failed = {"error": error, "log": logs(folder)} if error else {}
-    found = {
-        each.name: {
-            **failed,
-            "beside": [other.name for other in group if other is not each],
-            "memory_share": each.share,
-            "serve_args": json.loads(plan.read_text(encoding="utf-8"))["serve_args"],
-            "wall_s": wall_s,
-            "start": start_of(folder / "run", number),
-            "loads": loads_measured(folder / "run", number, workload, options),
+
+    def so_far(error: str) -> dict[str, dict[str, Any]]:
+        failed = {"error": error, "log": logs(folder)} if error else {}
+        return {
+            each.name: {
+                **failed,
+                "beside": [other.name for other in group if other is not each],
+                "memory_share": each.share,
+                "serve_args": json.loads(plan.read_text(encoding="utf-8"))["serve_args"],
+                "wall_s": round(time.monotonic() - started, 1),
+                "start": start_of(folder / "run", number),
+                "loads": loads_measured(folder / "run", number, workload, options),
+            }
+            for number, (each, plan) in enumerate(zip(group, plans, strict=True))
         }
-        for number, (each, plan) in enumerate(zip(group, plans, strict=True))
-    }
+
+    kept: list[set[str]] = [set()]
+
+    def look() -> None:
+        samples = {path.name for path in (folder / "run").glob("side-*.json")}
+        if samples != kept[0]:
+            keep(so_far("killed while more was measured"))
+            kept[0] = samples
+
+    error = run_for(command, folder, limit_s, look=look, asked_to_end=asked_to_end)
+    found = so_far(error)
     if not error:
         shutil.rmtree(folder)
     return found
@@ -230,15 +261,23 @@ def loads_measured(run: Path, number: int, workload: Path, options: Any) -> list
     return loads
 
 
-def run_for(command: list[str], folder: Path, limit_s: float) -> str:
-    """Run a command for so long at most; return why it did not end well, or "". Nothing of it is left running."""
+def run_for(
+    command: list[str], folder: Path, limit_s: float, *, look: Callable[[], None], asked_to_end: threading.Event
+) -> str:
+    """Run a command for so long at most; return why it did not end well, or "". Nothing of it is left running.
+
+    `look` is called again and again meanwhile, and before the command is stopped, which may take long.
+    """
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
-    why = ""
+    why, end = "", time.monotonic() + max(1.0, limit_s - STOP_S)
     try:
-        process.wait(max(1.0, limit_s - STOP_S))
-    except subprocess.TimeoutExpired:
-        why = f"longer than {limit_s - STOP_S:.0f} s"
+        while process.poll() is None and not why:
+            if asked_to_end.wait(LOOK_S):
+                why = "ended by SIGTERM"
+            elif time.monotonic() >= end:
+                why = f"longer than {limit_s - STOP_S:.0f} s"
+            look()
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

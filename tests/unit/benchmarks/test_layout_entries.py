@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +21,7 @@ from moe_optimizer.measure.bench.side import RunningSide, Side
 from moe_optimizer.measure.bench.trace import loads_of
 from moe_optimizer.measure.bench.workload import load_workload
 from moe_optimizer.plan.json_codec import encode
+from tests.eventually import eventually
 
 
 def test_a_layout_can_be_served_twice_with_other_arguments() -> None:
@@ -65,8 +68,7 @@ def run_of(monkeypatch, tmp_path):
     def run(layouts, *starts, clients="1,16"):
         found, started = iter(starts), []
 
-        def measured(group, asked, _options, _vllm_args, *, end):
-            del end
+        def measured(group, asked, _options, _vllm_args, **_how):
             started.append(([each.name for each in group], asked))
             one = next(found)
             return {each.name: dict(one) for each in group}
@@ -127,3 +129,53 @@ def test_a_round_in_which_something_compiled_is_not_kept_of_a_run_that_was_cut(t
         (tmp_path / f"{Turn(0, turn, 0).key}.json").write_text(json.dumps(encode(samples)), encoding="utf-8")
     found = bench_layouts.loads_measured(tmp_path, 0, workload, options)
     assert [each["clients"] for each in found] == [1]
+
+
+LOADED = """
+import os, pathlib, sys, time
+folder, parent = pathlib.Path(sys.argv[1]), os.getppid()
+folder.mkdir()
+for clients in (1, 16):
+    (folder / f"side-0_{clients}.json").write_text("{}")
+while os.getppid() == parent:
+    time.sleep(0.1)
+"""
+"""Measures two loads at once, and does not end by itself."""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_killed_has_its_loads_in_the_record(how: signal.Signals, tmp_path) -> None:
+    program = f"""
+import json, pathlib, sys
+sys.path.insert(0, {str(bench_layouts.ROOT)!r})
+from benchmarks.serving import bench_layouts as b
+loader = pathlib.Path({str(tmp_path)!r}) / "loader.py"
+loader.write_text({LOADED!r})
+b.LOOK_S, b.TOGETHER = 0.1, loader
+b.gpu_environment = dict
+def plan(entry, options, vllm_args, folder):
+    path = folder / "p.json"
+    path.write_text(json.dumps({{"serve_args": []}}))
+    return path
+b.write_plan = plan
+def loads(run, number, workload, options):
+    names = sorted(path.stem for path in run.glob("side-*.json"))
+    return [{{"clients": int(each.rpartition("_")[2]), "rounds": 1, "tpot_ms": {{"median": 1.0}},
+             "ttft_ms": {{"median": 1.0}}, "output_tokens_per_s": 1.0}} for each in names]
+b.loads_measured = loads
+sys.argv = ["b", "--model", "m", "--out", {str(tmp_path / "r.json")!r}, "--layouts", "tp2,tp1x2"]
+sys.argv += ["--clients", "1,16,128", "--repetitions", "1", "--commit", "c"]
+sys.exit(b.main())
+"""
+    record = tmp_path / "r.json"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
+        try:
+            assert eventually(lambda: record.exists() and '"clients": 16' in record.read_text())
+            process.send_signal(how)
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    found = json.loads(record.read_text())["layouts"]
+    assert list(found) == ["tp2"]
+    assert [each["clients"] for each in found["tp2"]["loads"]] == [1, 16]
+    assert ("SIGTERM" in found["tp2"]["error"]) == (how is signal.SIGTERM)
