@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import SkinnyGemmParams
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.vllm_plugin.linears import SKINNY_PASS
 from moe_optimizer.vllm_plugin.session import PluginSession, start_session
@@ -23,15 +22,13 @@ class _Plan:
     digest: str = ""
 
 
-def planned(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, *, required: bool = False, prefetch: Any = "attention"
-) -> PluginSession:
+def planned(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *, required: bool = False) -> PluginSession:
     """Make a plan that has the pass this process's own, with nothing chosen yet."""
     from moe_optimizer.vllm_plugin.linears import op
 
     decision = Decision(
         pass_name=SKINNY_PASS, wish=Wish.ON, wish_origin="test", status=Status.ON, value="", reason="",
-        applier=Applier.PLUGIN, required=required, params=SkinnyGemmParams(prefetch=prefetch),
+        applier=Applier.PLUGIN, required=required,
     )  # fmt: skip
     own_session(monkeypatch)
     monkeypatch.setattr(op, "chosen", op.ChosenLinears())

@@ -1,15 +1,14 @@
 """Times the product of few tokens with the weights of dense layers: `skinny_gemm` beside F.linear, on a GPU.
 
-    python benchmarks/ops/bench_cuda_linears.py [--write | --out FILE] [--tokens 1,2,4,8,16] [--shapes qwen3-qkv,...]
+    python benchmarks/ops/bench_cuda_linears.py [--write | --out FILE] [--tokens 1,2,4,8] [--shapes qwen3-qkv,...]
 
 Weights are cold: a graph has more of them than L2 holds. Every product follows an RMS norm that makes its tokens, as
 in a model: a side's time less that of the norm alone is what the product costs there. Sides alternate.
   alone   norm, product
   chain   norm, QKV product, a norm of the queries, something that waits as long as attention and reads nothing, output
           projection; of layers of one model
-  layer   the same, norm, gate_topk and our experts, of Qwen3-30B-A3B: what is in L2 has to outlast the experts
-With "o" the QKV product asks L2 for the output projection's weight, with "o+qkv" that one for the next layer's QKV too
-(and "stays": with evict_last). Times are microseconds without the rest; the floor is of the data sheet's 3.35 TB/s.
+  layer   the same, norm, gate_topk and our experts, of Qwen3-30B-A3B
+Times are microseconds without the rest; the floor is of the data sheet's 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from bench_cuda_sides import Call
     from torch import Tensor
 
-    from moe_optimizer.ops.cuda_variants import SkinnyVariant
-    from moe_optimizer.ops.kernel_arguments import Prefetch
 
+SIDES = ("F.linear", "skinny_gemm")
 COLD_BYTES = 200 << 20
 """Of the weights of a graph: four times what L2 holds (50 MiB)."""
 MIN_CALLS = 24
@@ -74,8 +72,6 @@ LINEARS = {
 }
 CHAINS = {"qwen3": 12, "mixtral": 8, "gpt-oss": 10}
 """Layers of a graph."""
-PREFETCHES = ("", "o/128", "o/64", "o/32", "o+qkv/128", "o+qkv stays/128")
-"""What is asked for, and every how many bytes."""
 LAYER_SETS = 8
 
 
@@ -84,11 +80,10 @@ def main() -> int:
     from_names = ",".join(LINEARS)
     parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--out", type=Path, help="the record, wherever it should be")
-    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--tokens", default="1,2,4,8")
     parser.add_argument("--shapes", default=from_names)
     parser.add_argument("--chains", default=",".join(CHAINS))
     parser.add_argument("--no-layer", action="store_false", dest="layer")
-    parser.add_argument("--variants", help="names of kernels; all unless given")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--total-s", type=float, default=100, help="starts no case beyond so many seconds")
     options = parser.parse_args()
@@ -100,10 +95,6 @@ def main() -> int:
         return 3
     from bench_cuda_timing import device_facts
 
-    from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
-
-    wanted = None if options.variants is None else options.variants.split(",")
-    variants = [each for each in SKINNY_VARIANTS if wanted is None or str(each) in wanted]
     ends = time.monotonic() + options.total_s
     facts: dict[str, Any] = {
         **head("skinny_gemm beside F.linear: L2-cold, CUDA graphs, after an RMS norm each, sides interleaved; and both "
@@ -111,20 +102,20 @@ def main() -> int:
         "environment": device_facts(), "cases": [], "wrong": [], "left_out": [],
     }  # fmt: skip
     tokens = [int(value) for value in options.tokens.split(",")]
-    print("columns: floor, cuBLAS, " + ", ".join(map(str, variants)), flush=True)
+    print(f"{'':16} {'T':>2} {'floor':>7} {'F.linear':>9} {'skinny_gemm':>12}", flush=True)
     for name in options.shapes.split(","):
         if time.monotonic() > ends:
             facts["left_out"].append(name)
             continue
-        alone(LINEARS[name], tokens, variants, options.repetitions, facts)
+        alone(LINEARS[name], tokens, options.repetitions, facts)
     for name in options.chains.split(",") if options.chains else ():
         for count in tokens:
             if time.monotonic() > ends:
                 facts["left_out"].append(f"chain {name} {count}")
                 continue
-            chain(name, count, variants, options.repetitions, facts)
+            chain(name, count, options.repetitions, facts)
     if options.layer:
-        layers(tokens, variants, options.repetitions, facts, ends)
+        layers(tokens, options.repetitions, facts, ends)
     if options.write or options.out:
         gpu = facts["environment"]["device"].split()[1].lower()
         path = options.out or RECORDS / f"{facts['date']}_{gpu}_linears.json"
@@ -175,12 +166,16 @@ class Step:
 
         return torch.nn.functional.linear(self.gemm.x, self.gemm.w, self.gemm.bias)
 
-    def ours(self, variant: SkinnyVariant, prefetch: Prefetch | None = None) -> Tensor:
+    def ours(self) -> Tensor:
         """Ours."""
         from moe_optimizer.ops.skinny_gemm import run_kernel
 
-        run_kernel(self.gemm._replace(prefetch=prefetch), variant)
+        run_kernel(self.gemm)
         return self.gemm.out
+
+    def multiply(self, side: str) -> Tensor:
+        """`side`: one of `SIDES`."""
+        return self.ours() if side == SIDES[1] else self.cublas()
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -195,7 +190,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor) -> None:
     ops.rms_norm(out, x, weight, EPSILON)
 
 
-def is_wrong(step: Step, variant: SkinnyVariant) -> str:
+def is_wrong(step: Step) -> str:
     """Return what is wrong with the kernel's product, "" for nothing."""
     import torch
 
@@ -203,11 +198,11 @@ def is_wrong(step: Step, variant: SkinnyVariant) -> str:
     gemm = step.gemm
     gemm.out.fill_(float("nan"))
     try:
-        first = step.ours(variant).clone()
+        first = step.ours().clone()
         torch.cuda.synchronize()
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    if not torch.equal(first, step.ours(variant)):
+    if not torch.equal(first, step.ours()):
         return "not the same bits twice"
     theirs = step.cublas()
     x, w = gemm.x.double(), gemm.w[-FIRST_ROWS:].double()
@@ -220,9 +215,7 @@ def is_wrong(step: Step, variant: SkinnyVariant) -> str:
     return "" if apart <= 0.02 * theirs.float().abs().max().item() else f"{apart:.2e} from cuBLAS"
 
 
-def alone(
-    linear: Linear, tokens: list[int], variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any]
-) -> None:
+def alone(linear: Linear, tokens: list[int], repetitions: int, facts: dict[str, Any]) -> None:
     """Time one weight's product, for every number of tokens."""
     import torch
     from bench_cuda_timing import time_interleaved
@@ -232,117 +225,72 @@ def alone(
     calls = max(len(weights), MIN_CALLS if weight_bytes < COLD_BYTES else 4)
     for count in tokens:
         steps = [Step(weights[i % len(weights)], count) for i in range(calls)]
+        wrong = is_wrong(steps[0])
+        if wrong:
+            facts["wrong"].append(f"{linear.name} T={count}: {wrong}")
+            continue
         sides: dict[str, list[Call]] = {"norm": [step.norm for step in steps]}
-        sides["cuBLAS"] = [after_norm(step) for step in steps]
-        for variant in variants:
-            wrong = is_wrong(steps[0], variant)
-            if wrong:
-                facts["wrong"].append(f"{linear.name} T={count} {variant}: {wrong}")
-                continue
-            sides[str(variant)] = [after_norm(step, variant) for step in steps]
+        sides |= {side: [functools.partial(after_norm, step, side) for step in steps] for side in SIDES}
         samples = time_interleaved(sides, repetitions=repetitions)
         keep(facts, {"what": "alone", **vars(linear), "tokens": count, "calls": calls}, samples)
-        show(linear.name, count, weight_bytes, samples, ["cuBLAS", *map(str, variants)])
+        show(linear.name, count, weight_bytes, samples)
         del steps, sides
     del weights
     torch.cuda.empty_cache()
 
 
-def after_norm(step: Step, variant: SkinnyVariant | None = None) -> Call:
-    """Return the norm and the product in one call."""
-
-    def call() -> Tensor:
-        step.norm()
-        return step.cublas() if variant is None else step.ours(variant)
-
-    return call
-
-
-@dataclass(frozen=True)
-class Side:
-    """What multiplies both weights of a layer."""
-
-    variant: SkinnyVariant | None
-    prefetch: str = ""
-
-    def qkv(self, layer: Layer) -> Tensor:
-        """Multiply for queries, keys and values."""
-        if self.variant is None:
-            return layer.qkv.cublas()
-        return layer.qkv.ours(self.variant, self._asked(layer.o, wanted=bool(self.prefetch)))
-
-    def o(self, layer: Layer) -> Tensor:
-        """Multiply what attention returns."""
-        if self.variant is None:
-            return layer.o.cublas()
-        wanted, stays = self.prefetch.startswith("o+qkv"), "stays" in self.prefetch
-        return layer.o.ours(self.variant, self._asked(layer.following.qkv, wanted=wanted, stays=stays))
-
-    def _asked(self, step: Step, *, wanted: bool, stays: bool = False) -> Prefetch | None:
-        from moe_optimizer.ops.kernel_arguments import Prefetch
-
-        apart = int(self.prefetch.rpartition("/")[2] or 128)
-        return Prefetch(step.gemm.w, stays=stays, apart=apart) if wanted else None
+def after_norm(step: Step, side: str) -> Tensor:
+    """Run the norm and the product."""
+    step.norm()
+    return step.multiply(side)
 
 
 class Layer:
     """Both products of a layer, with what stands between them in a model."""
 
-    following: Layer
-
     def __init__(self, qkv: Step, o: Step) -> None:
         self.qkv = qkv
         self.o = o
 
-    def run(self, side: Side | None) -> Tensor:
+    def run(self, side: str | None) -> Tensor:
         """None: the rest alone."""
         import torch
 
         self.qkv.norm()
         if side is not None:
-            side.qkv(self)
+            self.qkv.multiply(side)
         self.o.norm()
         torch.cuda._sleep(WAIT_CYCLES)
-        return self.o.gemm.x if side is None else side.o(self)
+        return self.o.gemm.x if side is None else self.o.multiply(side)
 
 
 def made_layers(name: str, tokens: int, count: int) -> list[Layer]:
-    """Layers of a model, each with the one that follows."""
-    weights = zip(
-        *(new_weights(linear, count) for linear in (LINEARS[f"{name}-qkv"], LINEARS[f"{name}-o"])), strict=True
-    )
-    made = [Layer(Step(first, tokens), Step(second, tokens)) for first, second in weights]
-    for layer, following in zip(made, [*made[1:], made[0]], strict=True):
-        layer.following = following
-    return made
+    """Layers of a model."""
+    weights = zip(*(new_weights(LINEARS[f"{name}-{part}"], count) for part in ("qkv", "o")), strict=True)
+    return [Layer(Step(first, tokens), Step(second, tokens)) for first, second in weights]
 
 
-def sides_of(variants: list[SkinnyVariant], prefetches: tuple[str, ...]) -> dict[str, Side | None]:
-    """The rest alone, cuBLAS, every variant, and the first with everything that can be asked for."""
-    sides: dict[str, Side | None] = {"norm": None, "cuBLAS": Side(None)}
-    sides |= {str(variant): Side(variant) for variant in variants}
-    return sides | {f"{variants[0]} {each}": Side(variants[0], each) for each in prefetches if each}
+def layer_bytes(name: str) -> int:
+    """Of both weights of a layer."""
+    return sum(2 * LINEARS[f"{name}-{part}"].rows * LINEARS[f"{name}-{part}"].depth for part in ("qkv", "o"))
 
 
-def chain(name: str, tokens: int, variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any]) -> None:
+def chain(name: str, tokens: int, repetitions: int, facts: dict[str, Any]) -> None:
     """Time both products of a layer, without its experts."""
     import torch
     from bench_cuda_timing import time_interleaved
 
     made = made_layers(name, tokens, CHAINS[name])
-    sides = sides_of(variants, PREFETCHES[:4])
     calls: dict[str, list[Call]] = {
-        title: [functools.partial(layer.run, side) for layer in made] for title, side in sides.items()
+        side or "norm": [functools.partial(layer.run, side) for layer in made] for side in (None, *SIDES)
     }
     samples = time_interleaved(calls, repetitions=repetitions)
     keep(facts, {"what": "chain", "name": name, "tokens": tokens, "calls": len(made)}, samples)
-    show_sides(f"chain {name}", tokens, samples)
+    show(f"chain {name}", tokens, layer_bytes(name), samples)
     torch.cuda.empty_cache()  # what earlier cases left
 
 
-def layers(
-    tokens: list[int], variants: list[SkinnyVariant], repetitions: int, facts: dict[str, Any], ends: float
-) -> None:
+def layers(tokens: list[int], repetitions: int, facts: dict[str, Any], ends: float) -> None:
     """Time whole layers of Qwen3-30B-A3B."""
     import torch
     from bench_cuda_cases import SHAPES, Tokens, make_weights, problem_of
@@ -355,7 +303,7 @@ def layers(
     shape = SHAPES["qwen3-30b-a3b"]
     weights = [make_weights(shape, "bf16", seed=seed) for seed in range(LAYER_SETS)]
     for count in tokens:
-        if count > 8 or time.monotonic() > ends:
+        if time.monotonic() > ends:
             facts["left_out"].append(f"layer {count}")
             continue
         made = made_layers("qwen3", count, LAYER_SETS)
@@ -365,7 +313,7 @@ def layers(
             for weight, gate in zip(weights, gates, strict=True)
         ]
 
-        def call_of(layer: Layer, gate: Gate, problem: Any, side: Side | None) -> Call:
+        def call_of(layer: Layer, gate: Gate, problem: Any, side: str | None) -> Call:
             kernel = choose_variant(problem.sizes)
 
             def call() -> Tensor:
@@ -378,27 +326,13 @@ def layers(
             return call
 
         calls = {
-            title: [call_of(*each, side) for each in zip(made, gates, problems, strict=True)]
-            for title, side in sides_of(variants, PREFETCHES).items()
+            side or "norm": [call_of(*each, side) for each in zip(made, gates, problems, strict=True)]
+            for side in (None, *SIDES)
         }
         samples = time_interleaved(calls, repetitions=repetitions)
         keep(facts, {"what": "layer", "name": "qwen3", "tokens": count, "calls": LAYER_SETS}, samples)
-        show_sides("layer qwen3", count, samples)
+        show("layer qwen3", count, layer_bytes("qwen3"), samples)
         torch.cuda.empty_cache()
-
-
-def show_sides(name: str, tokens: int, samples: dict[str, list[float]]) -> None:
-    """Print what each side adds to the rest, two lines."""
-    from bench_cuda_timing import summary
-
-    norm = summary(samples["norm"])["median_us"]
-    shown = [
-        f"{title.removeprefix('skinny-')} {summary(times)['median_us'] - norm:.2f}"
-        for title, times in samples.items()
-        if title != "norm"
-    ]
-    print(f"{name} T={tokens}, beside {norm:.2f}: " + ", ".join(shown[:4]), flush=True)
-    print("    " + ", ".join(shown[4:]), flush=True)
 
 
 def keep(facts: dict[str, Any], case: dict[str, Any], samples: dict[str, list[float]]) -> None:
@@ -407,15 +341,13 @@ def keep(facts: dict[str, Any], case: dict[str, Any], samples: dict[str, list[fl
     facts["cases"].append({**case, "samples_us": rounded})
 
 
-def show(name: str, tokens: int, weight_bytes: int, samples: dict[str, list[float]], columns: list[str]) -> None:
-    """Print a line: what each side adds to the norm."""
+def show(name: str, tokens: int, weight_bytes: int, samples: dict[str, list[float]]) -> None:
+    """Print a line: what each side adds to the rest."""
     from bench_cuda_timing import summary
 
-    norm = summary(samples["norm"])["median_us"]
-    times = [summary(samples[each])["median_us"] - norm if each in samples else None for each in columns]
-    shown = [f"{'wrong' if each is None else format(each, '.2f'):>9}" for each in times[1:]]
-    floor = weight_bytes / 3.35e6  # us at the data sheet's 3.35 TB/s of an H100 SXM
-    print(f"{name:14} {tokens:2d} {floor:6.2f} {times[0]:7.2f} " + " ".join(shown), flush=True)
+    rest = summary(samples["norm"])["median_us"]
+    theirs, ours = (summary(samples[side])["median_us"] - rest for side in SIDES)
+    print(f"{name:16} {tokens:2d} {weight_bytes / 3.35e6:7.2f} {theirs:9.2f} {ours:12.2f}", flush=True)
 
 
 if __name__ == "__main__":

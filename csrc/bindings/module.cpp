@@ -108,16 +108,14 @@ void run_gate(const py::dict& gate, const py::dict& router, uintptr_t stream) {
 }
 
 // ValueError: no kernel covers the call.
-py::dict skinny_layout(const py::dict& gemm, const py::dict& variant, int multiprocessors) {
-  return to_python(skinny_gemm_layout(from_python<SkinnyGemmArgs>("gemm", gemm),
-                                      from_python<SkinnyVariant>("variant", variant), multiprocessors));
+py::dict skinny_layout(const py::dict& gemm, int multiprocessors) {
+  return to_python(skinny_gemm_layout(from_python<SkinnyGemmArgs>("gemm", gemm), multiprocessors));
 }
 
-void run_skinny(const py::dict& gemm, const py::dict& variant, int multiprocessors, uintptr_t stream) {
+void run_skinny(const py::dict& gemm, int multiprocessors, uintptr_t stream) {
   const auto args = from_python<SkinnyGemmArgs>("gemm", gemm);
-  const auto kernel = from_python<SkinnyVariant>("variant", variant);
   py::gil_scoped_release release;
-  run_skinny_gemm(args, kernel, multiprocessors, stream);
+  run_skinny_gemm(args, multiprocessors, stream);
 }
 #endif
 

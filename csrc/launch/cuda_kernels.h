@@ -21,7 +21,7 @@ GateTopkLaunch gate_topk_layout(const GateTopkArgs& args, const RouterArgs& rout
 void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t stream);
 
 // The product of few tokens with a weight matrix (skinny_gemm.cuh): what `run_skinny_gemm` launches, and the launch.
-SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors);
-void run_skinny_gemm(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors, uintptr_t stream);
+SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, int multiprocessors);
+void run_skinny_gemm(const SkinnyGemmArgs& args, int multiprocessors, uintptr_t stream);
 
 }  // namespace moeopt

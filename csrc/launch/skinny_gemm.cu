@@ -6,19 +6,15 @@
 
 namespace moeopt {
 
-SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors) {
-  return skinny_gemm_launch(args, variant, multiprocessors);
+SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, int multiprocessors) {
+  return skinny_gemm_launch(args, multiprocessors);
 }
 
-void run_skinny_gemm(const SkinnyGemmArgs& args, const SkinnyVariant& variant, int multiprocessors, uintptr_t stream) {
-  const SkinnyGemmLaunch launch = skinny_gemm_launch(args, variant, multiprocessors);
+void run_skinny_gemm(const SkinnyGemmArgs& args, int multiprocessors, uintptr_t stream) {
+  const SkinnyGemmLaunch launch = skinny_gemm_launch(args, multiprocessors);
   const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
                           reinterpret_cast<cudaStream_t>(stream)};
-  with_skinny_shape(variant, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
-    launch_kernel("skinny_gemm",
-                  skinny_gemm_kernel<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>, shape,
-                  args);
-  });
+  launch_kernel("skinny_gemm", skinny_gemm_kernel<>, shape, args);
 }
 
 }  // namespace moeopt

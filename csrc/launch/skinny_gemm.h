@@ -6,29 +6,9 @@
 
 namespace moeopt {
 
-// Calls `use` with warps, stages and token tiles of the kernel that is compiled for the variant.
-template <typename Use>
-void with_skinny_shape(const SkinnyVariant& variant, int token_tiles, Use use) {
-  const auto try_shape = [&](auto warps, auto stages) {
-    if (variant.warps != warps || variant.stages != stages) return false;
-    if (token_tiles == 1) {
-      use(warps, stages, std::integral_constant<int, 1>());
-    } else {
-      use(warps, stages, std::integral_constant<int, 2>());
-    }
-    return true;
-  };
-  const std::integral_constant<int, 2> two;
-  const std::integral_constant<int, 3> three;
-  const std::integral_constant<int, 8> eight;
-  const std::integral_constant<int, 16> sixteen;
-  if (try_shape(eight, two) || try_shape(eight, three) || try_shape(sixteen, two)) return;
-  throw std::invalid_argument("skinny_gemm: variant: got " + std::to_string(variant.warps) + " warps and " +
-                              std::to_string(variant.stages) + " stages, expected one that is compiled");
-}
+static_assert(kSkinnySharedBytes + kAlignmentSlack <= kSharedLimit, "more shared memory than a block may have");
 
-inline SkinnyGemmLaunch skinny_gemm_launch(const SkinnyGemmArgs& args, const SkinnyVariant& variant,
-                                           int multiprocessors) {
+inline SkinnyGemmLaunch skinny_gemm_launch(const SkinnyGemmArgs& args, int multiprocessors) {
   expect_at_least("skinny_gemm: T", args.num_tokens, 1);
   expect_at_most("skinny_gemm: T", args.num_tokens, kSkinnyTokens);
   expect_at_least("skinny_gemm: N", args.num_rows, 1);
@@ -41,16 +21,10 @@ inline SkinnyGemmLaunch skinny_gemm_launch(const SkinnyGemmArgs& args, const Ski
   expect_multiple("skinny_gemm: elements between tokens of x", args.x_stride, 8);
   expect_multiple("skinny_gemm: address of x", static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.x)), 16);
   expect_multiple("skinny_gemm: address of w", static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.w)), 16);
-  expect_at_least("skinny_gemm: bytes between what is prefetched", args.prefetch_apart, 32);
   SkinnyGemmLaunch launch{};
-  launch.token_tiles = args.num_tokens > 8 ? 2 : 1;
-  with_skinny_shape(variant, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
-    using Shape = SkinnyShape<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>;
-    static_assert(Shape::kSharedBytes + kAlignmentSlack <= kSharedLimit, "more shared memory than a block may have");
-    launch.blocks = static_cast<int32_t>(std::min<int64_t>(multiprocessors, args.num_rows));
-    launch.threads = 32 * variant.warps;
-    launch.shared_bytes = Shape::kSharedBytes + kAlignmentSlack;
-  });
+  launch.blocks = static_cast<int32_t>(std::min<int64_t>(multiprocessors, args.num_rows));
+  launch.threads = 32 * kSkinnyWarps;
+  launch.shared_bytes = kSkinnySharedBytes + kAlignmentSlack;
   return launch;
 }
 

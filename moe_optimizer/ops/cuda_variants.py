@@ -177,20 +177,3 @@ def variant_named(name: str) -> Variant:
         raise ValueError(f"no kernel is called {name!r:.60}")
     tile, stages = (None if match[key] is None else int(match[key]) for key in ("tile", "stages"))
     return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=match["paired"] is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class SkinnyVariant:
-    """A compiled kernel of `skinny_gemm`."""
-
-    warps: int
-    """Per block."""
-    stages: int
-    """Of each warp's ring."""
-
-    def __str__(self) -> str:
-        return f"skinny-w{self.warps}s{self.stages}"
-
-
-SKINNY_VARIANTS = (SkinnyVariant(8, 2), SkinnyVariant(8, 3), SkinnyVariant(16, 2))
-"""All that are compiled (`with_skinny_shape`)."""

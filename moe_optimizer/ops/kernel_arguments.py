@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_variants import MoeSizes, SkinnyVariant, Variant, variant_fields
+from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
 from moe_optimizer.ops.expert_inputs import Inputs, bits_of, columns_of, holds_mxfp4
 
 Fields = dict[str, int | float | bool]
@@ -91,17 +91,6 @@ class GateTopk(NamedTuple):
         return fields, self.router.fields()
 
 
-class Prefetch(NamedTuple):
-    """What a later launch reads: L2 is asked for it."""
-
-    tensor: Tensor
-    """Contiguous."""
-    stays: bool = False
-    """Whether it stays in L2 while as much as L2 holds is read."""
-    apart: int = 128
-    """Bytes between what is asked for: those of a line."""
-
-
 class SkinnyGemm(NamedTuple):
     """A call of `skinny_gemm`."""
 
@@ -109,13 +98,11 @@ class SkinnyGemm(NamedTuple):
     w: Tensor
     bias: Tensor | None
     out: Tensor
-    prefetch: Prefetch | None = None
 
-    def call(self, variant: SkinnyVariant, multiprocessors: int) -> tuple[Fields, Fields, int]:
+    def call(self, multiprocessors: int) -> tuple[Fields, int]:
         """Return the arguments of `cuda_skinny_layout` and the first of `cuda_skinny_run`."""
         tokens, depth = self.x.shape
         rows = self.w.shape[0]
-        prefetch = self.prefetch
         fields: Fields = {
             "x": self.x.data_ptr(),
             "x_stride": self.x.stride(0) if tokens > 1 else depth,
@@ -123,15 +110,11 @@ class SkinnyGemm(NamedTuple):
             "bias": _address(self.bias),
             "out": self.out.data_ptr(),
             "out_stride": self.out.stride(0) if tokens > 1 else rows,
-            "prefetch": 0 if prefetch is None else prefetch.tensor.data_ptr(),
-            "prefetch_bytes": 0 if prefetch is None else prefetch.tensor.numel() * prefetch.tensor.element_size(),
-            "prefetch_apart": 128 if prefetch is None else prefetch.apart,
-            "prefetch_stays": prefetch is not None and prefetch.stays,
             "num_tokens": tokens,
             "depth": depth,
             "num_rows": rows,
         }
-        return fields, {"warps": variant.warps, "stages": variant.stages}, multiprocessors
+        return fields, multiprocessors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,14 +197,6 @@ class GraphCaptureParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkinnyGemmParams:
-    """Our kernel for few tokens in dense layers."""
-
-    prefetch: Literal["off", "attention", "layer"]
-    """Whose weights a launch asks L2 for: nobody's, the output projection's, or the next layer's too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheParams:
     """The key/value cache."""
 
@@ -236,7 +228,6 @@ PassParams = (
     | SpeculationParams
     | SchedulerParams
     | GraphCaptureParams
-    | SkinnyGemmParams
     | KvCacheParams
 )
 PARAMS_OF: Mapping[str, type[PassParams]] = {
@@ -253,7 +244,6 @@ PARAMS_OF: Mapping[str, type[PassParams]] = {
     "speculation": SpeculationParams,
     "scheduler": SchedulerParams,
     "graph_capture": GraphCaptureParams,
-    "skinny_gemm": SkinnyGemmParams,
     "kv_cache": KvCacheParams,
 }
 """Pass -> the class of its params; expert_load has none."""

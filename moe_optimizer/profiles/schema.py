@@ -202,14 +202,6 @@ class FourBitSection(PassSection):
     our kernels read."""
 
 
-class SkinnyGemmSection(PassSection):
-    """Our kernel for few tokens in dense layers. Mode auto is off: no record shows what a server gains."""
-
-    prefetch: Literal["off", "attention", "layer"] = "attention"
-    """What the kernel asks L2 for at its end. attention: with the product of queries, keys and values the weight of the
-    output projection; layer: with that one the next layer's first weight too, which has to outlast the experts."""
-
-
 class Sparsity24Section(PassSection):
     """Experts pruned to two of four weights. Mode auto is off: no quality gate has allowed it."""
 
@@ -246,7 +238,7 @@ class Passes(Section):
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
     speculation: SpeculationSection = SpeculationSection()
     norm_rope_fusion: PassSection = PassSection()
-    skinny_gemm: SkinnyGemmSection = SkinnyGemmSection()
+    skinny_gemm: PassSection = PassSection()
     scheduler: SchedulerSection = SchedulerSection()
 
 

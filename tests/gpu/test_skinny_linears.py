@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
 from moe_optimizer.vllm_plugin.linears import speeds
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.skinny_layers import install, planned, without_ranks
@@ -56,24 +55,22 @@ def inputs(tokens: int) -> list[Any]:
     return [torch.randn(tokens, width, device="cuda", generator=g).bfloat16() for width in (HIDDEN, HEADS * HEAD)]
 
 
-@pytest.mark.parametrize("variant", SKINNY_VARIANTS, ids=str)
-def test_both_are_timed_in_time_and_what_is_chosen_is_what_was_faster(session, variant):
+def test_both_are_timed_in_time_and_what_is_chosen_is_what_was_faster(session):
     weights = [(layer.qkv_proj.weight, None) for layer in make_model().layers]
     with torch.inference_mode():
-        timed = speeds.times(weights, variant)
+        timed = speeds.times(weights)
     for each in timed:
-        print(variant, each)
+        print(each)
         assert 2 < each.ours_us < 200
         assert 2 < each.cublas_us < 200
-    choice = speeds.choice(variant, timed)
-    assert (choice is None) == (not timed[0].is_faster)
+    assert (speeds.faster_up_to(timed) == 0) == (not timed[0].is_faster)
 
 
 def test_the_layers_return_what_cublas_does_up_to_rounding_and_in_graphs_too(session, monkeypatch):
     # Whatever is faster here: ours, so that the layers are replaced.
-    monkeypatch.setattr(speeds, "times", lambda *_: tuple(speeds.Timed(n, 1.0, 2.0) for n in speeds.TOKENS))
+    monkeypatch.setattr(speeds, "times", lambda _: tuple(speeds.Timed(n, 1.0, 2.0) for n in speeds.TOKENS))
     model = make_model()
-    want = {tokens: forward(model, *inputs(tokens)) for tokens in (1, 3, 8, 16, 17)}
+    want = {tokens: forward(model, *inputs(tokens)) for tokens in (1, 3, 8, 9)}
     entry = install(session, model)
     assert (entry.applied, entry.why_not) == (True, "")
     for tokens, theirs in want.items():
@@ -81,7 +78,7 @@ def test_the_layers_return_what_cublas_does_up_to_rounding_and_in_graphs_too(ses
         for one, other in zip(ours, theirs, strict=True):
             off = (one.float() - other.float()).abs().amax()
             assert off <= 2.0**-6 * other.float().abs().amax()
-        assert tokens <= 16 or all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        assert tokens <= 8 or all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
         x, heads = inputs(tokens)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -93,7 +90,7 @@ def test_the_layers_return_what_cublas_does_up_to_rounding_and_in_graphs_too(ses
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        assert tokens > 16 or all(torch.equal(one, other) for one, other in zip(captured, ours, strict=True))
+        assert tokens > 8 or all(torch.equal(one, other) for one, other in zip(captured, ours, strict=True))
     assert entry.ran
 
 

@@ -7,7 +7,6 @@ import torch
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import skinny_gemm
-from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
 from moe_optimizer.ops.kernel_arguments import SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import MAX_TOKENS, why_no_kernel
 
@@ -30,7 +29,6 @@ def test_without_a_gpu_it_is_torchs_linear(tokens, bias):
         ((X, W, BIAS[:4]), {}, r"bias dim 0 \(N\)"),
         ((X, W, BIAS.half()), {}, "bias dtype"),
         ((X, W), {"max_tokens": MAX_TOKENS + 1}, "max_tokens"),
-        ((X, W), {"variant": "other"}, "variant"),
     ],
 )
 def test_what_breaks_the_contract_is_named(arguments, options, message):
@@ -40,9 +38,9 @@ def test_what_breaks_the_contract_is_named(arguments, options, message):
 
 def test_the_registered_op_passes_torchs_checks():
     for bias in (BIAS, None):
-        arguments = (X, W, bias, str(SKINNY_VARIANTS[0]), 8)
+        arguments = (X, W, bias, 8)
         torch.library.opcheck(torch.ops.moe_optimizer.skinny_gemm.default, arguments)
 
 
 def test_the_kernel_is_for_gpus():
-    assert "runs on a GPU" in (why_no_kernel(SkinnyGemm(X, W, None, X), SKINNY_VARIANTS[0]) or "")
+    assert "runs on a GPU" in (why_no_kernel(SkinnyGemm(X, W, None, X)) or "")

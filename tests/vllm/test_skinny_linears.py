@@ -19,17 +19,17 @@ MOST = 4
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    """Products that reached the kernel, as (tokens, what is read next); its times are those of a faster one."""
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens that reached the kernel, which is faster up to `MOST` of them."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
     from moe_optimizer.vllm_plugin.linears import op, skinny_linears, speeds
 
-    made: list[tuple[int, Any]] = []
+    made: list[int] = []
 
-    def multiply(x: Any, w: Any, bias: Any, variant: Any, prefetch: Any = None) -> Any:
-        made.append((x.shape[0], prefetch))
+    def multiply(x: Any, w: Any, bias: Any) -> Any:
+        made.append(x.shape[0])
         return torch.nn.functional.linear(x, w, bias)
 
     without_ranks(monkeypatch)
@@ -37,10 +37,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     monkeypatch.setattr(linear, "dispatch_unquantized_gemm", lambda *_: default_unquantized_gemm)
     for module in (op, skinny_linears):
         monkeypatch.setattr(module, "multiply", multiply)
-    monkeypatch.setattr(skinny_linears, "why_no_kernel", lambda *_: None)
+    monkeypatch.setattr(skinny_linears, "why_no_kernel", lambda _: None)
     monkeypatch.setattr(speeds, "why_not_cold", lambda weights: "" if len(weights) > 1 else "only one")
-    monkeypatch.setattr(speeds, "fastest", lambda _, variants: variants[0])
-    monkeypatch.setattr(speeds, "times", lambda *_: tuple(speeds.Timed(n, n / MOST * 0.97, 1.0) for n in speeds.TOKENS))
+    monkeypatch.setattr(speeds, "times", lambda _: tuple(speeds.Timed(n, n / MOST * 0.97, 1.0) for n in speeds.TOKENS))
     return made
 
 
@@ -91,31 +90,14 @@ def test_few_tokens_reach_the_kernel_and_more_are_multiplied_as_before(session, 
     want = {tokens: forward(model, tokens) for tokens in (0, 1, MOST, MOST + 1)}
     entry = install(session, model)
     assert (entry.applied, entry.ran, entry.why_not) == (True, False, "")
-    assert "qkv_proj [192 x 64] of 2: skinny-w8s2 up to 4" in entry.found
+    assert "qkv_proj [192 x 64] of 2: ours up to 4" in entry.found
     for tokens, expected in want.items():
         products.clear()
         for got, stock in zip(forward(model, tokens), expected, strict=True):
             assert torch.equal(got, stock)
         # Of each layer three; the gate is not among them.
-        assert [count for count, _ in products] == ([tokens] * 6 if 0 < tokens <= MOST else [])
+        assert products == ([tokens] * 6 if 0 < tokens <= MOST else [])
     assert entry.ran
-
-
-@pytest.mark.parametrize("prefetch", ["off", "attention", "layer"])
-def test_a_launch_asks_for_the_weights_that_are_read_after_it(products, tmp_path, monkeypatch, prefetch):
-    session, model = planned(tmp_path, monkeypatch, prefetch=prefetch), make_model()
-    install(session, model)
-    products.clear()
-    forward(model, 1)
-    first, second = (layer.self_attn for layer in model.layers)
-    outputs = [(layer.o_proj.weight, False) if prefetch != "off" else None for layer in (first, second)]
-    following = (second.qkv_proj.weight, True) if prefetch == "layer" else None
-    want = [outputs[0], following, None, outputs[1], None, None]
-    for (_, got), expected in zip(products, want, strict=True):
-        assert (got is None) == (expected is None)
-        if expected is not None:
-            assert got.tensor is expected[0]
-            assert got.stays is expected[1]
 
 
 def test_the_op_in_a_compiled_graph_does_not_depend_on_what_was_chosen(session, products):
@@ -136,7 +118,7 @@ def test_the_op_in_a_compiled_graph_does_not_depend_on_what_was_chosen(session, 
     want = torch.nn.functional.linear(x, layer.weight) * 2
     assert torch.equal(run(x), want)
     assert len(products) == 1
-    op.chosen.by_shape = {}
+    op.chosen.max_tokens = {}
     assert torch.equal(run(x), want)
     assert len(products) == 1
     assert len(graphs) == 1
@@ -146,21 +128,22 @@ def test_the_op_in_a_compiled_graph_does_not_depend_on_what_was_chosen(session, 
 def test_shapes_for_which_it_is_not_faster_stay_as_they_are(session, products, monkeypatch):
     from moe_optimizer.vllm_plugin.linears import speeds
 
-    monkeypatch.setattr(
-        speeds, "times", lambda weights, _: (speeds.Timed(1, 1.0 if weights[0][0].shape[0] == HIDDEN else 2.0, 1.9),)
-    )
+    def times(weights: Any) -> Any:
+        return (speeds.Timed(1, 0.8 if weights[0][0].shape == (HIDDEN, HIDDEN) else 1.0, 1.0),)
+
+    monkeypatch.setattr(speeds, "times", times)
     model = make_model()
     entry = install(session, model)
-    assert "qkv_proj [192 x 64] of 2: cuBLAS (2.0 us for 1.9 at 1)" in entry.found
-    products.clear()
-    forward(model, 1)
-    assert len(products) == 4  # of 64 rows: output projection, gate and up
+    assert "qkv_proj [192 x 64] of 2: cuBLAS (1.0 us for 1.0 at 1)" in entry.found
+    layer = model.layers[0].self_attn
+    kinds = [type(each.quant_method).__name__ for each in (layer.qkv_proj, layer.o_proj)]
+    assert kinds == ["UnquantizedLinearMethod", "SkinnyLinearMethod"]
 
 
 def test_where_nothing_is_faster_the_pass_is_not_applied_and_says_the_times(session, products, monkeypatch):
     from moe_optimizer.vllm_plugin.linears import speeds
 
-    monkeypatch.setattr(speeds, "times", lambda *_: (speeds.Timed(1, 1.0, 1.0),))
+    monkeypatch.setattr(speeds, "times", lambda _: (speeds.Timed(1, 1.0, 1.0),))
     model = make_model()
     entry = install(session, model)
     assert not entry.applied
@@ -173,7 +156,7 @@ def test_where_nothing_is_faster_the_pass_is_not_applied_and_says_the_times(sess
 def test_a_wrong_kernel_leaves_every_layer_as_it_was(session, products, monkeypatch):
     from moe_optimizer.vllm_plugin.linears import skinny_linears
 
-    monkeypatch.setattr(skinny_linears, "multiply", lambda x, w, bias, _: torch.nn.functional.linear(x, w, bias) * 1.1)
+    monkeypatch.setattr(skinny_linears, "multiply", lambda x, w, bias: torch.nn.functional.linear(x, w, bias) * 1.1)
     model = make_model()
     entry = install(session, model)
     assert not entry.applied

@@ -394,15 +394,6 @@ MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int b
       "l"(global), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
       : "memory");
 }
-// prefetch.global.L2: asks for the line of an address and waits for nothing, nor does the launch before it ends: it
-// does for cp.async.bulk.prefetch.
-MOEOPT_DEVICE void prefetch_l2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
-}
-// The same with ::evict_last: the line stays longer than others.
-MOEOPT_DEVICE void prefetch_l2_evict_last(const void* global) {
-  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(global) : "memory");
-}
 
 // --- matrices --------------------------------------------------------------------------------------------------
 

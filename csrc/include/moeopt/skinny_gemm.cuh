@@ -1,14 +1,13 @@
 // The product of few tokens with a weight matrix ("skinny GEMM"): out[T, N] = x[T, K] w[N, K]^T, BF16, sums in FP32.
 //
 //   a block has N / blocks neighbouring rows of w, so that all blocks end together; a warp of it has a part of K
-//   tile   16 rows: the rows of mma.m16n8k16; tokens are its columns, 8 or twice 8
+//   tile   16 rows: the rows of mma.m16n8k16; tokens are its columns
 //   stage  the warp's part of K of a tile, or a segment of it: kPieces x 64 bytes of each row, a bulk copy per row
 //   ring of stages of each warp ──► mma ──► sums[tile of a group][warp][token][row] ──► after a group of tiles the sum
 //   of all warps in fixed order, bias ──► out
 //
 // Nothing writes weights while a model serves, so the first stages are asked for before griddepcontrol_wait: with a
-// launch before this one that lets it start early, weights arrive while that one still runs. At the end the launch can
-// ask L2 for what a later one reads.
+// launch before this one that lets it start early, weights arrive while that one still runs.
 //
 // A lane of a quad reads bytes 16 t of every 64, which permutes K; tokens are read the same way. The parts of K depend
 // on the number of warps alone: a token has the same bits whatever stands beside it, and on every GPU.
@@ -21,26 +20,20 @@
 namespace moeopt {
 
 constexpr int kSkinnyRows = 16;        // of a tile
+constexpr int kSkinnyTokens = 8;       // at most: the columns of a product
 constexpr int kSkinnyPieceBytes = 64;  // of a row: 4 lanes x 16 bytes
-constexpr int kSkinnyTokens = 16;      // at most
-constexpr int kSkinnyGroup = 4;        // tiles that are summed together, at most
-constexpr int kSkinnySharedBytes = 226 * 1024;
-
-// What is compiled: the shape of a block of `kWarps`.
-template <int kWarps, int kStages, int kTokenTiles>
-struct SkinnyShape {
-  static constexpr int kPieces = 64 / kWarps;  // of a stage
-  // Rows of a stage lie 64 bytes further apart than they are long: 8 lanes that read two rows then read all banks.
-  static constexpr int kPitch = (kPieces + 1) * kSkinnyPieceBytes;
-  static constexpr int kStageBytes = kSkinnyRows * kPitch;
-  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-  static constexpr int kTileSums = kWarps * kTokenTiles * 8 * kSkinnyRows;
-  static constexpr int kBarrierBytes = kWarps * kStages * 8;
-  static constexpr int kFit = (kSkinnySharedBytes - kRingBytes - kBarrierBytes) / (kTileSums * 4);
-  static constexpr int kGroup = kFit < kSkinnyGroup ? kFit : kSkinnyGroup;
-  static_assert(kGroup > 0, "more shared memory than a block may have");
-  static constexpr int kSharedBytes = kRingBytes + kGroup * kTileSums * 4 + kBarrierBytes;
-};
+constexpr int kSkinnyWarps = 8;
+constexpr int kSkinnyPieces = 8;  // of a row of a stage
+constexpr int kSkinnyStages = 2;  // of each warp: both are in flight before the first is multiplied
+constexpr int kSkinnyGroup = 4;   // tiles that are summed together
+constexpr int kSkinnyChains = 4;  // of products that do not wait for one another
+// Rows of a stage lie 64 bytes further apart than they are long: 8 lanes that read two rows then read all banks.
+constexpr int kSkinnyPitch = (kSkinnyPieces + 1) * kSkinnyPieceBytes;
+constexpr int kSkinnyStageBytes = kSkinnyRows * kSkinnyPitch;
+constexpr int kSkinnyRingBytes = kSkinnyWarps * kSkinnyStages * kSkinnyStageBytes;
+constexpr int kSkinnyTileSums = kSkinnyWarps * kSkinnyTokens * kSkinnyRows;
+constexpr int kSkinnySharedBytes =
+    kSkinnyRingBytes + kSkinnyGroup * kSkinnyTileSums * 4 + kSkinnyWarps * kSkinnyStages * 8;
 
 // Goes through the stages of a warp: all segments of a tile, then the next tile.
 struct SkinnyCursor {
@@ -52,26 +45,14 @@ struct SkinnyCursor {
   }
 };
 
-// Asks L2 for `bytes` from `from` on, by all threads of the grid; waits for nothing.
-MOEOPT_DEVICE void prefetch_by_grid(const void* from, int64_t bytes, int64_t apart, bool stays) {
-  const int64_t threads = static_cast<int64_t>(grid_blocks()) * block_threads();
-  const int64_t first = static_cast<int64_t>(block_index()) * block_threads() + thread_index();
-  for (int64_t at = first * apart; at < bytes; at += threads * apart) {
-    const auto* const line = static_cast<const unsigned char*>(from) + at;
-    stays ? prefetch_l2_evict_last(line) : prefetch_l2(line);
-  }
-}
-
-template <int kWarps, int kStages, int kTokenTiles>
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kWarps * 32, 1) skinny_gemm_kernel(const MOEOPT_GRID_CONSTANT SkinnyGemmArgs args) {
-  using Shape = SkinnyShape<kWarps, kStages, kTokenTiles>;
-  constexpr int kPieces = Shape::kPieces, kTokens = kTokenTiles * 8, kChains = kPieces < 4 ? kPieces : 4;
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kSkinnyWarps * 32, 1)
+    skinny_gemm_kernel(const MOEOPT_GRID_CONSTANT SkinnyGemmArgs args) {
+  constexpr int kPieces = kSkinnyPieces, kStages = kSkinnyStages, kWarps = kSkinnyWarps;
   MOEOPT_SHARED_BASE(shared);
   const int warp = thread_index() / 32, lane = thread_index() % 32, group = lane / 4, quad_lane = lane % 4;
-  unsigned char* const ring = shared + warp * kStages * Shape::kStageBytes;
-  float* const all_sums =
-      reinterpret_cast<float*>(shared + Shape::kRingBytes);  // [tile of the group][warp][token][row]
-  uint64_t* const full = reinterpret_cast<uint64_t*>(all_sums + Shape::kGroup * Shape::kTileSums) + warp * kStages;
+  unsigned char* const ring = shared + warp * kStages * kSkinnyStageBytes;
+  float* const all_sums = reinterpret_cast<float*>(shared + kSkinnyRingBytes);  // [tile of the group][warp][token][row]
+  uint64_t* const full = reinterpret_cast<uint64_t*>(all_sums + kSkinnyGroup * kSkinnyTileSums) + warp * kStages;
   const int num_tokens = static_cast<int>(args.num_tokens);
   const int64_t row_bytes = args.depth * 2;
   const int all_pieces = static_cast<int>(args.depth / 32), first_piece = all_pieces * warp / kWarps;
@@ -105,7 +86,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kWarps * 32, 1) skinny_gemm_kernel(const MOEOPT
     if (lane == 0) mbarrier_arrive_expect_tx(full + stage, static_cast<uint32_t>(count * bytes));
     bar_warp_sync();
     if (lane < count && bytes > 0) {
-      bulk_load_evict_first(ring + stage * Shape::kStageBytes + lane * Shape::kPitch, from, bytes, full + stage);
+      bulk_load_evict_first(ring + stage * kSkinnyStageBytes + lane * kSkinnyPitch, from, bytes, full + stage);
     }
     loaded.advance(segments);
   };
@@ -116,37 +97,30 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kWarps * 32, 1) skinny_gemm_kernel(const MOEOPT
   griddepcontrol_launch_dependents();  // after the wait: the next launch may load its weights, but not write
 
   SkinnyCursor at;
-  Vec4 x[kTokenTiles][kPieces];
-  float sums[kTokenTiles][kChains][4] = {};  // chains of products that do not wait for one another
+  Vec4 x[kPieces];
+  float sums[kSkinnyChains][4] = {};
   for (int step = 0, stage = 0, parity = 0; step < total; ++step) {
     const int count = pieces_of(at.segment);
     if (segments > 1 || at.tile == 0) {
       const int k = (first_piece + at.segment * kPieces) * 32 + quad_lane * 8;
       MOEOPT_UNROLL
-      for (int i = 0; i < kTokenTiles; ++i) {
-        const int token = i * 8 + group;
-        MOEOPT_UNROLL
-        for (int piece = 0; piece < kPieces; ++piece) {
-          x[i][piece] = Vec4{0, 0, 0, 0};
-          if (token < num_tokens && piece < count) {
-            x[i][piece] = *reinterpret_cast<const Vec4*>(args.x + token * args.x_stride + k + piece * 32);
-          }
+      for (int piece = 0; piece < kPieces; ++piece) {
+        x[piece] = Vec4{0, 0, 0, 0};
+        if (group < num_tokens && piece < count) {
+          x[piece] = *reinterpret_cast<const Vec4*>(args.x + group * args.x_stride + k + piece * 32);
         }
       }
     }
     mbarrier_wait_parity(full + stage, static_cast<uint32_t>(parity));
-    const unsigned char* const low = ring + stage * Shape::kStageBytes + group * Shape::kPitch + quad_lane * 16;
+    const unsigned char* const low = ring + stage * kSkinnyStageBytes + group * kSkinnyPitch + quad_lane * 16;
     MOEOPT_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       if (piece < count) {
         const Vec4 a = *reinterpret_cast<const Vec4*>(low + piece * kSkinnyPieceBytes);
-        const Vec4 b = *reinterpret_cast<const Vec4*>(low + 8 * Shape::kPitch + piece * kSkinnyPieceBytes);
-        MOEOPT_UNROLL
-        for (int i = 0; i < kTokenTiles; ++i) {
-          const Vec4& tokens = x[i][piece];
-          mma_m16n8k16(sums[i][piece % kChains], a.x, b.x, a.y, b.y, tokens.x, tokens.y);
-          mma_m16n8k16(sums[i][piece % kChains], a.z, b.z, a.w, b.w, tokens.z, tokens.w);
-        }
+        const Vec4 b = *reinterpret_cast<const Vec4*>(low + 8 * kSkinnyPitch + piece * kSkinnyPieceBytes);
+        float (&chain)[4] = sums[piece % kSkinnyChains];
+        mma_m16n8k16(chain, a.x, b.x, a.y, b.y, x[piece].x, x[piece].y);
+        mma_m16n8k16(chain, a.z, b.z, a.w, b.w, x[piece].z, x[piece].w);
       }
     }
     if (left_to_load > 0) {
@@ -158,32 +132,29 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kWarps * 32, 1) skinny_gemm_kernel(const MOEOPT
       stage = 0;
       parity ^= 1;
     }
-    const int tile = at.tile, of_group = tile % Shape::kGroup;
+    const int tile = at.tile, of_group = tile % kSkinnyGroup;
     at.advance(segments);
     if (at.tile == tile) continue;
 
     MOEOPT_UNROLL
-    for (int i = 0; i < kTokenTiles; ++i) {
+    for (int r = 0; r < 4; ++r) {
+      const int token = quad_lane * 2 + r % 2, row = group + 8 * (r / 2);
+      float sum = sums[0][r];
       MOEOPT_UNROLL
-      for (int r = 0; r < 4; ++r) {
-        const int token = i * 8 + quad_lane * 2 + r % 2, row = group + 8 * (r / 2);
-        float sum = sums[i][0][r];
-        MOEOPT_UNROLL
-        for (int chain = 1; chain < kChains; ++chain) sum += sums[i][chain][r];
-        all_sums[of_group * Shape::kTileSums + (warp * kTokens + token) * kSkinnyRows + row] = sum;
-        MOEOPT_UNROLL
-        for (int chain = 0; chain < kChains; ++chain) sums[i][chain][r] = 0.0f;
-      }
+      for (int chain = 1; chain < kSkinnyChains; ++chain) sum += sums[chain][r];
+      all_sums[of_group * kSkinnyTileSums + (warp * kSkinnyTokens + token) * kSkinnyRows + row] = sum;
+      MOEOPT_UNROLL
+      for (int chain = 0; chain < kSkinnyChains; ++chain) sums[chain][r] = 0.0f;
     }
-    if (of_group + 1 < Shape::kGroup && at.tile < tiles) continue;
+    if (of_group + 1 < kSkinnyGroup && at.tile < tiles) continue;
     bar_sync();
     const int first_tile = tile - of_group, to_sum = (of_group + 1) * num_tokens * kSkinnyRows;
     for (int i = thread_index(); i < to_sum; i += kWarps * 32) {
       const int row = i % kSkinnyRows, token = i / kSkinnyRows % num_tokens, t = i / kSkinnyRows / num_tokens;
-      const float* const of_tile = all_sums + t * Shape::kTileSums + token * kSkinnyRows + row;
+      const float* const of_tile = all_sums + t * kSkinnyTileSums + token * kSkinnyRows + row;
       float sum = 0;
       MOEOPT_UNROLL
-      for (int w = 0; w < kWarps; ++w) sum += of_tile[w * kTokens * kSkinnyRows];
+      for (int w = 0; w < kWarps; ++w) sum += of_tile[w * kSkinnyTokens * kSkinnyRows];
       if (row >= rows_of(first_tile + t)) continue;
       const int64_t to = first_row + (first_tile + t) * kSkinnyRows + row;
       if (args.bias != nullptr) sum += float_from_bits(static_cast<uint32_t>(args.bias[to]) << 16);
@@ -191,7 +162,6 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kWarps * 32, 1) skinny_gemm_kernel(const MOEOPT
     }
     if (at.tile < tiles) bar_sync();  // the next group's sums come into the same place
   }
-  prefetch_by_grid(args.prefetch, args.prefetch_bytes, args.prefetch_apart, args.prefetch_stays);
 }
 
 }  // namespace moeopt

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import Fp8Params, SkinnyGemmParams
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "skinny_gemm"
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/skinny_gemm.cuh)."""
 _HOPPER = (9, 0)
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
@@ -64,7 +64,6 @@ class SkinnyGemm(OptimizationPass):
             f"up to {MAX_TOKENS} tokens",
             f"asked for by {origin}: a step of few requests reads each dense weight once, and waits for nothing else",
             Applier.PLUGIN,
-            params=SkinnyGemmParams(prefetch=ctx.profile.passes.skinny_gemm.prefetch),
         )
 
 

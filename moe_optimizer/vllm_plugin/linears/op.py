@@ -12,49 +12,38 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_variants import SkinnyVariant
-from moe_optimizer.ops.kernel_arguments import Prefetch
 from moe_optimizer.ops.skinny_gemm import multiply
 
-ALIGNMENT = 16
+Shape = tuple[int, int]
+"""Outputs and inputs of a weight."""
+_ALIGNMENT = 16
 """Bytes: where the kernel's tokens begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What computes the products with weights of one shape."""
-
-    variant: SkinnyVariant
-    max_tokens: int
-    """Tokens up to which it is our kernel."""
 
 
 @dataclass(slots=True)
 class ChosenLinears:
     """What the op looks up in this process, which has one model."""
 
-    by_shape: Mapping[tuple[int, int], Choice] = field(default_factory=dict)
-    """(outputs, inputs) of a weight -> choice; others are multiplied as in stock vLLM."""
-    followers: Mapping[int, Prefetch] = field(default_factory=dict)
-    """Address of a weight -> what is read after it, which L2 can have by then."""
+    max_tokens: Mapping[Shape, int] = field(default_factory=dict)
+    """Shape of a weight -> tokens up to which our kernel computes; others are multiplied as in stock vLLM."""
     on_use: Callable[[], None] | None = None
     """Called when our kernel is launched for a forward."""
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """Return x w^T + bias, by our kernel where it was chosen."""
-        choice = self.by_shape.get((w.shape[0], w.shape[1]))
-        if choice is None or x.dim() != 2 or not 0 < x.shape[0] <= choice.max_tokens or not _is_readable(x):
+        most = self.max_tokens.get((w.shape[0], w.shape[1]), 0)
+        if x.dim() != 2 or not 0 < x.shape[0] <= most or not _is_readable(x):
             return torch.nn.functional.linear(x, w, bias)
         if self.on_use is not None:
             self.on_use()
-        return multiply(x, w, bias, choice.variant, self.followers.get(w.data_ptr()))
+        return multiply(x, w, bias)
 
 
 def _is_readable(x: Tensor) -> bool:
     return (
         x.stride(1) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and (x.shape[0] == 1 or x.stride(0) * x.element_size() % ALIGNMENT == 0)
+        and x.data_ptr() % _ALIGNMENT == 0
+        and (x.shape[0] == 1 or x.stride(0) * x.element_size() % _ALIGNMENT == 0)
     )
 
 

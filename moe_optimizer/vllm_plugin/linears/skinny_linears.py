@@ -8,7 +8,6 @@ multiplies its own part, and what they exchange they all receive alike.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,10 +15,8 @@ import torch
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
-from moe_optimizer.ops.cuda_variants import SKINNY_VARIANTS
-from moe_optimizer.ops.kernel_arguments import Prefetch, SkinnyGemm
+from moe_optimizer.ops.kernel_arguments import SkinnyGemm
 from moe_optimizer.ops.skinny_gemm import multiply, why_no_kernel
-from moe_optimizer.plan.pass_params import SkinnyGemmParams
 from moe_optimizer.vllm_plugin.compat import why_changed
 from moe_optimizer.vllm_plugin.linears import SKINNY_PASS, op, speeds
 from moe_optimizer.vllm_plugin.session import PluginSession
@@ -36,11 +33,8 @@ RELIED_ON: Mapping[str, Mapping[str, str]] = {
     "vllm.model_executor.layers.linear:RowParallelLinear.forward": {"0.26 to 0.33": "ffa75b5e3b234ce1"},
 }  # fmt: skip
 """What of vLLM this replaces or counts on -> versions -> `compat.fingerprint` of its source."""
-_CHECKED_TOKENS = (1, 8, 9, 16)
 _RELATIVE = 2.0**-6
 """Chosen: both round once to BF16, and cuBLAS a second time where it splits K."""
-_FOLLOWER_BYTES = 32 << 20
-"""Chosen: of a weight that L2 can hold until it is read, beside what is read meanwhile."""
 
 
 def install_skinny_linears(session: PluginSession, worker: Any) -> None:
@@ -52,15 +46,13 @@ def install_skinny_linears(session: PluginSession, worker: Any) -> None:
         RequiredNotAppliedError: no layer gets it, and the plan requires the pass. Any other failure leaves the model as
             it is, with the reason in the proof.
     """
-    decision = session.wanted(SKINNY_PASS)
-    if decision is None or session.proof.passes[SKINNY_PASS].why_not:
+    if session.wanted(SKINNY_PASS) is None or session.proof.passes[SKINNY_PASS].why_not:
         return
-    prefetch = decision.params_as(SkinnyGemmParams).prefetch
     try:
         reason = why_changed(RELIED_ON) or _why_not(worker.vllm_config)
         if not reason:
             with torch.inference_mode():
-                reason = _installed(session, worker.model_runner.get_model(), prefetch)
+                reason = _installed(session, worker.model_runner.get_model())
     except RequiredNotAppliedError:
         raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
@@ -80,27 +72,28 @@ def _why_not(vllm_config: Any) -> str:
     return ""
 
 
-def _installed(session: PluginSession, model: torch.nn.Module, prefetch: str) -> str:
+def _installed(session: PluginSession, model: torch.nn.Module) -> str:
     """Measure, choose and replace; return why no layer gets the kernel, or ""."""
     layers = dict(dense_layers(model))
     if not layers:
         return "the model has no dense layers in BF16 that are not quantised"
-    by_shape: dict[tuple[int, int], list[str]] = {}
+    by_shape: dict[op.Shape, list[str]] = {}
     for name, layer in layers.items():
         by_shape.setdefault(_shape(layer), []).append(name)
-    choices: dict[tuple[int, int], op.Choice] = {}
+    max_tokens: dict[op.Shape, int] = {}
     said = []
     for shape, names in by_shape.items():
-        found, words = _chosen([layers[name] for name in names])
+        most, words = _chosen([layers[name] for name in names])
         said.append(f"{names[0].rpartition('.')[2]} [{shape[0]} x {shape[1]}] of {len(names)}: {words}")
-        if found is not None:
-            choices[shape] = found
-    logger.info("%s: %s", SKINNY_PASS, "; ".join(said))
-    if not choices:
-        return f"it is not faster than cuBLAS for any layer: {'; '.join(said)}"
-    covered = {name: layer for name, layer in layers.items() if _shape(layer) in choices}
+        if most:
+            max_tokens[shape] = most
+    found = "; ".join(said)
+    logger.info("%s: %s", SKINNY_PASS, found)
+    if not max_tokens:
+        return f"it is not faster than cuBLAS for any layer: {found}"
+    covered = {name: layer for name, layer in layers.items() if _shape(layer) in max_tokens}
     for name, layer in covered.items():
-        wrong = why_wrong(layer, choices[_shape(layer)])
+        wrong = why_wrong(layer, max_tokens[_shape(layer)])
         if wrong:
             return f"{name}: {wrong}"
 
@@ -108,19 +101,14 @@ def _installed(session: PluginSession, model: torch.nn.Module, prefetch: str) ->
         op.chosen.on_use = None
         session.ran(SKINNY_PASS)
 
-    op.chosen.by_shape, op.chosen.followers, op.chosen.on_use = choices, dict(followers(covered, prefetch)), used
+    op.chosen.max_tokens, op.chosen.on_use = max_tokens, used
     from moe_optimizer.vllm_plugin.linears.method import SkinnyLinearMethod
 
     for layer in covered.values():
         layer.quant_method = SkinnyLinearMethod(layer.quant_method)
     session.applied(SKINNY_PASS, kernel=KERNEL, isa=ISA)
-    session.proof.passes[SKINNY_PASS].found = "; ".join(said)
+    session.proof.passes[SKINNY_PASS].found = found
     return ""
-
-
-def _shape(layer: Any) -> tuple[int, int]:
-    """Return outputs and inputs of a layer's weight."""
-    return layer.weight.shape[0], layer.weight.shape[1]
 
 
 def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -147,71 +135,33 @@ def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _covers(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     rows, depth = weight.shape
     call = SkinnyGemm(weight.new_empty((1, depth)), weight, bias, weight.new_empty((1, rows)))
-    return why_no_kernel(call, SKINNY_VARIANTS[0]) is None
+    return why_no_kernel(call) is None
 
 
-def followers(layers: Mapping[str, Any], prefetch: str) -> Iterator[tuple[int, Prefetch]]:
-    """Yield addresses of weights with what is read after them.
-
-    Attention of few tokens reads little, and so does what chooses the experts: meanwhile L2 can fetch the next dense
-    weight.
-
-    Args:
-        layers: those that our kernel multiplies in, by name, in the model's order.
-        prefetch: as `SkinnyGemmParams` has it.
-    """
-    if prefetch == "off":
-        return
-    pairs = list(_attentions(layers))
-    for first, last in pairs:
-        if _fits(last.weight):
-            yield first.weight.data_ptr(), Prefetch(last.weight)
-    if prefetch == "layer":
-        for (_, last), (first, _) in itertools.pairwise(pairs):
-            if _fits(first.weight):
-                yield last.weight.data_ptr(), Prefetch(first.weight, stays=True)
+def _shape(layer: Any) -> op.Shape:
+    return layer.weight.shape[0], layer.weight.shape[1]
 
 
-def _attentions(layers: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the first and the last dense layer of each attention, where our kernel multiplies in both."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
-
-    parent, first = "", None
-    for name, layer in layers.items():
-        if isinstance(layer, QKVParallelLinear):
-            parent, first = name.rpartition(".")[0], layer
-        elif isinstance(layer, RowParallelLinear) and first is not None and name.rpartition(".")[0] == parent:
-            yield first, layer
-            first = None
-
-
-def _fits(weight: torch.Tensor) -> bool:
-    return weight.numel() * weight.element_size() <= _FOLLOWER_BYTES
-
-
-def _chosen(layers: Sequence[Any]) -> tuple[op.Choice | None, str]:
-    """Return what computes layers of one shape, and why in words."""
+def _chosen(layers: Sequence[Any]) -> tuple[int, str]:
+    """Return up to how many tokens our kernel computes layers of one shape, and why in words."""
     weights = [(layer.weight, layer.bias) for layer in layers]
     reason = speeds.why_not_cold(weights)
     if reason:
-        return None, f"cuBLAS, {reason}"
-    variant = speeds.fastest(weights, SKINNY_VARIANTS)
-    timed = speeds.times(weights, variant)
-    choice = speeds.choice(variant, timed)
+        return 0, f"cuBLAS, {reason}"
+    timed = speeds.times(weights)
+    most = speeds.faster_up_to(timed)
     shown = ", ".join(f"{each.ours_us:.1f} us for {each.cublas_us:.1f} at {each.tokens}" for each in timed)
-    return choice, f"{'cuBLAS' if choice is None else f'{variant} up to {choice.max_tokens}'} ({shown})"
+    return most, f"{f'ours up to {most}' if most else 'cuBLAS'} ({shown})"
 
 
-def why_wrong(layer: Any, choice: op.Choice) -> str:
+def why_wrong(layer: Any, max_tokens: int) -> str:
     """Return in what the kernel differs from cuBLAS on a layer's own weight, or ""."""
     weight, bias = layer.weight, layer.bias
     g = torch.Generator(device=weight.device).manual_seed(0)
-    for tokens in _CHECKED_TOKENS:
-        if tokens > choice.max_tokens:
-            break
+    for tokens in {1, max_tokens}:
         x = torch.randn(tokens, weight.shape[1], device=weight.device, generator=g).to(weight.dtype)
         theirs = torch.nn.functional.linear(x, weight, bias).float()
-        ours = multiply(x, weight, bias, choice.variant).float()
+        ours = multiply(x, weight, bias).float()
         off = (ours - theirs).abs().amax(-1)
         if not (off <= _RELATIVE * theirs.abs().amax(-1)).all():
             return f"differs from cuBLAS by {float(off.max()):.2g} at {tokens} tokens"

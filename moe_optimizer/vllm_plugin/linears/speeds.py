@@ -1,19 +1,16 @@
-"""Times our kernel beside cuBLAS on a model's own weights while a worker loads, and chooses by that."""
+"""Times our kernel beside cuBLAS on a model's own weights while a worker loads."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_variants import SkinnyVariant
 from moe_optimizer.ops.skinny_gemm import multiply
-from moe_optimizer.vllm_plugin.linears.op import Choice
 
-TOKENS = (1, 2, 4, 8, 16)
+TOKENS = (1, 2, 4, 8)
 """For which both are timed; what wins at two neighbours wins between them."""
 _COLD_BYTES = 160 << 20
 """Of weights that are read in turns: three times what L2 of an H100 or H200 holds."""
@@ -24,11 +21,12 @@ _MARGIN = 0.97
 
 Weight = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Microseconds of one product, after a copy of its tokens."""
+    """Microseconds of one product, with the copy of its tokens before it."""
 
     tokens: int
     ours_us: float
@@ -42,72 +40,64 @@ class Timed:
 
 def why_not_cold(weights: Sequence[Weight]) -> str:
     """Return why weights of one shape cannot be timed as a model reads them, or ""."""
-    held = sum(w.numel() * w.element_size() for w, _ in weights)
+    held = sum(_bytes(w) for w, _ in weights)
     if held >= _COLD_BYTES:
         return ""
     return f"{held >> 20} MiB of {len(weights)} such layers stay in L2 when only they are read"
 
 
-def fastest(weights: Sequence[Weight], variants: Sequence[SkinnyVariant]) -> SkinnyVariant:
-    """Return the variant that is fastest for one token."""
-    if len(variants) == 1:
-        return variants[0]
-    return min(variants, key=lambda variant: _timed(weights, variant, 1).ours_us)
-
-
-def times(weights: Sequence[Weight], variant: SkinnyVariant) -> tuple[Timed, ...]:
+def times(weights: Sequence[Weight]) -> tuple[Timed, ...]:
     """Time both on weights of one shape, from few tokens on, up to where ours is not faster."""
     found = []
     for tokens in TOKENS:
-        measured = _timed(weights, variant, tokens)
-        found.append(measured)
-        if not measured.is_faster:
+        found.append(_timed(weights, tokens))
+        if not found[-1].is_faster:
             break
     return tuple(found)
 
 
-def choice(variant: SkinnyVariant, timed: Sequence[Timed]) -> Choice | None:
-    """Return up to how many tokens ours computes; None: it is not faster for one."""
-    faster = [each.tokens for each in timed if each.is_faster]
-    return Choice(variant, faster[-1]) if faster else None
+def faster_up_to(timed: Sequence[Timed]) -> int:
+    """Return up to how many tokens ours is faster; 0: it is not for one."""
+    return max((each.tokens for each in timed if each.is_faster), default=0)
 
 
-def _timed(weights: Sequence[Weight], variant: SkinnyVariant, tokens: int) -> Timed:
-    calls = _calls(weights)
-    source = torch.randn(tokens, calls[0][0].shape[1], device=calls[0][0].device).to(calls[0][0].dtype)
+def _timed(weights: Sequence[Weight], tokens: int) -> Timed:
+    cold = _cold(weights)
+    source = torch.randn(tokens, cold[0][0].shape[1], device=cold[0][0].device).to(cold[0][0].dtype)
+    x = torch.empty_like(source)
 
-    def side(product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> torch.cuda.CUDAGraph:
+    def captured(product: Product) -> torch.cuda.CUDAGraph:
         # What makes the tokens stands between two products, as in a model: without it the one would overlap the other.
-        x = torch.empty_like(source)
-        return _captured([lambda w=w, bias=bias: (x.copy_(source), product(x, w, bias)) for w, bias in calls])
+        return _captured([lambda weight=weight: (x.copy_(source), product(x, *weight)) for weight in cold])
 
-    graphs = {
-        "ours": side(lambda x, w, bias: multiply(x, w, bias, variant)),
-        "cublas": side(torch.nn.functional.linear),
-    }
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    graphs = (captured(multiply), captured(torch.nn.functional.linear))
+    samples: tuple[list[float], list[float]] = ([], [])
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for repetition in range(_REPETITIONS + 1):  # the first one warms up
-        for name, graph in graphs.items():
+        for graph, found in zip(graphs, samples, strict=True):
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             if repetition:
-                samples[name].append(1000 * start.elapsed_time(end) / len(calls))
-    ours, cublas = (statistics.median(samples[name]) for name in ("ours", "cublas"))
+                found.append(1000 * start.elapsed_time(end) / len(cold))
+    # The least: other servers may load on this GPU at the same time.
+    ours, cublas = map(min, samples)
     return Timed(tokens, ours, cublas)
 
 
-def _calls(weights: Sequence[Weight]) -> list[Weight]:
-    """Return weights that together are more than L2 holds, all of a kind, in the model's order."""
-    found, held = [], 0
-    for w, bias in weights:
-        found.append((w, bias))
-        held += w.numel() * w.element_size()
-        if held >= _COLD_BYTES or len(found) == _MAX_CALLS:
-            break
-    return found
+def _cold(weights: Sequence[Weight]) -> Sequence[Weight]:
+    """Return the first ones that are more than L2 holds together."""
+    held = 0
+    for count, (w, _) in enumerate(weights, start=1):
+        held += _bytes(w)
+        if held >= _COLD_BYTES or count == _MAX_CALLS:
+            return weights[:count]
+    return weights
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

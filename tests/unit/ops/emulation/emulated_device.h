@@ -426,9 +426,6 @@ inline void bulk_load_evict_first(void* shared, const void* global, int bytes, u
     mbarrier_complete(owner, offset, bytes, true);
   });
 }
-// Reads what it asks for, so that an address past the end shows.
-inline void prefetch_l2(const void* global) { (void)*static_cast<const volatile unsigned char*>(global); }
-inline void prefetch_l2_evict_last(const void* global) { prefetch_l2(global); }
 
 inline void cp_async_16(void* shared, const void* global, bool valid) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
@@ -442,20 +439,17 @@ inline void cp_async_4(void* shared, const void* global, bool valid = true) {
   }
   fiber().open_copies.push_back({shared, global, 4, valid});
 }
-inline void execute_copies(const std::vector<::emulation::AsyncCopy>& copies) {
-  for (const auto& copy : copies) {
-    if (copy.valid) {
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    } else {
-      std::memset(copy.to, 0, copy.bytes);
-    }
-  }
-}
 inline void cp_async_mbarrier_arrive(uint64_t* barrier) {
   ::emulation::Block* owner = &block();
   const uint32_t offset = shared_offset(barrier);
   ::emulation::machine()->in_flight.push_back([owner, offset, copies = std::move(fiber().open_copies)] {
-    execute_copies(copies);
+    for (const auto& copy : copies) {
+      if (copy.valid) {
+        std::memcpy(copy.to, copy.from, copy.bytes);
+      } else {
+        std::memset(copy.to, 0, copy.bytes);
+      }
+    }
     auto& state = mbarrier_state(*owner, offset);
     if (state.pending == 0) ::emulation::machine()->failure = "more arrivals at an mbarrier than it was made for";
     --state.pending;

@@ -12,21 +12,15 @@ namespace {
 
 namespace py = pybind11;
 
-py::dict emulate_layout(const py::dict& gemm, const py::dict& variant, int multiprocessors) {
-  return to_python(skinny_gemm_launch(from_python<SkinnyGemmArgs>("gemm", gemm),
-                                      from_python<SkinnyVariant>("variant", variant), multiprocessors));
+py::dict emulate_layout(const py::dict& gemm, int multiprocessors) {
+  return to_python(skinny_gemm_launch(from_python<SkinnyGemmArgs>("gemm", gemm), multiprocessors));
 }
 
-void emulate_run(const py::dict& gemm, const py::dict& variant, int multiprocessors, uint64_t seed) {
+void emulate_run(const py::dict& gemm, int multiprocessors, uint64_t seed) {
   const auto args = from_python<SkinnyGemmArgs>("gemm", gemm);
-  const auto kernel = from_python<SkinnyVariant>("variant", variant);
-  const SkinnyGemmLaunch launch = skinny_gemm_launch(args, kernel, multiprocessors);
-  std::string failure;
-  with_skinny_shape(kernel, launch.token_tiles, [&](auto warps, auto stages, auto tiles) {
-    failure = emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes), seed, [&] {
-      skinny_gemm_kernel<decltype(warps)::value, decltype(stages)::value, decltype(tiles)::value>(args);
-    });
-  });
+  const SkinnyGemmLaunch launch = skinny_gemm_launch(args, multiprocessors);
+  const std::string failure = emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes),
+                                                seed, [&] { skinny_gemm_kernel(args); });
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
