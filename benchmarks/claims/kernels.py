@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.claims.claim import Claim, Table, cases
 
 _CHECKS = "2026-11-20_h200_checks"
+_SKINNY = "2026-11-27_h100_skinny_gemm"
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
 _E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
 _INT4 = "2026-11-24_h100_int4_experts"
@@ -53,6 +54,49 @@ def _gate(record: Any, tokens: str) -> list[float]:
         layer[f"{theirs}, ours"],
         layer[f"{ours}, ours"],
     ]
+
+
+_LINEARS = {
+    "QKV of Qwen3-30B-A3B": "qwen3-qkv",
+    "QKV, a quarter (tensor parallelism)": "qwen3-qkv-tp4",
+    "output projection, a quarter": "qwen3-o-tp4",
+    "QKV of Mixtral 8x7B": "mixtral-qkv",
+    "QKV of gpt-oss-120b": "gpt-oss-qkv",
+}
+
+
+def _beside_the_rest(case: Any) -> list[float]:
+    medians = {name: statistics.median(samples) for name, samples in case["samples_us"].items()}
+    return [medians[side] - medians["norm"] for side in ("cuBLAS", "skinny-w8s2")]
+
+
+class _Linears:
+    """Rows of a table in which "its output projection" belongs to the row above."""
+
+    def __init__(self) -> None:
+        self._above = ""
+
+    def row(self, record: Any, weight: str) -> list[float]:
+        name = _LINEARS.get(weight) or self._above.replace("-qkv", "-o")
+        if name.endswith("-qkv"):
+            self._above = name
+        found = {
+            case["tokens"]: _beside_the_rest(case)
+            for case in record["cases"]
+            if case["what"] == "alone" and case["name"] == name
+        }
+        return [*found[1], *found[8]]
+
+
+def _both_linears(record: Any, tokens: str) -> list[float]:
+    (case,) = [each for each in record["cases"] if (each["what"], each["tokens"]) == ("layer", int(tokens))]
+    return _beside_the_rest(case)
+
+
+def _asking_l2(record: Any) -> list[float]:
+    (case,) = [each for each in record["cases"] if (each["what"], each["tokens"]) == ("layer", 1)]
+    samples = case["samples_us"]
+    return [statistics.median(samples["skinny-w8s2 o/128"]) - statistics.median(samples["skinny-w8s2"])]
 
 
 def _deep_gemm_over_ours(found: Any) -> dict[tuple[str, int], float]:
@@ -186,6 +230,9 @@ def _decoded_on_gpu(found: Any) -> list[float]:
 
 
 CLAIMS = [
+    Table("docs/passes/skinny_gemm.md", "| weight | cuBLAS, 1 token |", "**Evidence.**", 1, (_SKINNY,), _Linears().row),
+    Table("docs/passes/skinny_gemm.md", "| tokens | cuBLAS |", "in a whole layer", 1, (_SKINNY,), _both_linears),
+    Claim("docs/passes/skinny_gemm.md", "which costs a layer of one token {0.6} us", (_SKINNY,), _asking_l2),
     Table("docs/passes/flash_dmoe.md", "| tokens | product and top-k, vLLM |", "On one H100, after an", 1,
           ("2026-11-26_h100_gate_topk",), _gate),
     Table("docs/kernels.md", "| layer | weights | library |", "how many times as fast ours is", 4,

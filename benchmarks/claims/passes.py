@@ -202,6 +202,11 @@ def _with_norm_rope_fusion(record: Any) -> list[float]:
     return [fused, plain, *(1 / verdict[bound] for bound in ("ratio", "high", "low"))]
 
 
+def _with_skinny_gemm(record: Any) -> list[float]:
+    (plain, ours), verdict = _pair_of(record, "attention", "tpot_ms", "1")
+    return [ours, plain, *(1 / verdict[bound] for bound in ("ratio", "high", "low"))]
+
+
 def _longer_step(record: Any, requests: str) -> list[float]:
     found = record["results"][requests]["quantiles"]["50%"]
     low, high = found["ratio_interval_95"]
@@ -352,6 +357,8 @@ CLAIMS = [
           ("2026-11-26_h200_stock_bf16",),
           lambda found: [number for key in ("tpot_ms", "output_tokens_per_s")
                          for number in _side_by_side(found, "stock", key)]),
+    Claim("docs/passes/skinny_gemm.md", "takes {3.72} ms in place of {3.92}, {1.05}x as fast ({1.04} to {1.06})",
+          ("2026-11-27_h100_skinny_one_client",), _with_skinny_gemm),
     Claim("docs/passes/norm_rope_fusion.md",
           "a token took {3.88} ms with it and {3.97} ms without: {1.02} times as fast ({1.00} to {1.03};",
           ("2026-11-27_h100_norm_rope_fusion",), _with_norm_rope_fusion),

@@ -11,6 +11,12 @@ OP = "skinny_gemm"
 MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/skinny_gemm.cuh)."""
 _HOPPER = (9, 0)
+_DENSE_IN_BF16 = (None, "mxfp4")
+"""Methods of checkpoints whose dense weights are not quantised."""
+_RECORDS = (
+    "benchmarks/records/2026-11-27_h100_skinny_gemm.json",
+    "benchmarks/records/2026-11-27_h100_skinny_one_client.json",
+)
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
 
 
@@ -28,7 +34,7 @@ class SkinnyGemm(OptimizationPass):
         f"Hopper, BF16 weights that are not quantised, up to {MAX_TOKENS} tokens of a step, where each worker measures "
         "it faster while it loads; sums in another order than cuBLAS's"
     )
-    no_gain = "no record shows what a server gains by it"
+    no_gain = "what a server gains was measured with one client and layers of Qwen3-30B-A3B only"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs the kernel, a GPU that it is built for, and BF16 weights that nothing else multiplies."""
@@ -54,16 +60,21 @@ class SkinnyGemm(OptimizationPass):
         return ""
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Use it where it is asked for; auto leaves it off until a record shows that a server gains."""
+        """Use it where it is asked for, and by itself on one GPU: no server on several was measured."""
         wish, origin = ctx.wish(self.name)
         if wish is not Wish.ON:
-            return self.when_off(ctx, f"{self.no_gain}; --enable-{self.flag} switches it on")
+            if ctx.parallelism.num_devices > 1:
+                return self.when_off(ctx, f"not measured on several GPUs; --enable-{self.flag} switches it on")
+            if ctx.model.quant_method not in _DENSE_IN_BF16:
+                return self.when_off(ctx, f"the checkpoint is quantised ({ctx.model.quant_method})")
+        why = f"asked for by {origin}" if wish is Wish.ON else "a server with one client gained"
         return self.decision(
             ctx,
             Status.ON,
             f"up to {MAX_TOKENS} tokens",
-            f"asked for by {origin}: a step of few requests reads each dense weight once, and waits for nothing else",
+            f"{why}: a step of few requests reads each dense weight once, and waits for nothing else",
             Applier.PLUGIN,
+            evidence=_RECORDS,
         )
 
 

@@ -10,7 +10,16 @@ from moe_optimizer.ops.skinny_gemm import MAX_TOKENS
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.passes.skinny_gemm import skinny_gemm as pass_module
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, software
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_int4,
+    software,
+)
 
 BUILT = software(cuda_ops=("fused_experts", "skinny_gemm"))
 ASKED = resolve_wishes(["skinny-gemm"], [])
@@ -31,10 +40,13 @@ def test_asked_for_the_plugin_puts_it_into_the_layers():
     assert decision.vllm_args.words == ()
 
 
-def test_not_asked_for_it_is_off_until_a_record_shows_a_gain():
-    decision = decide(wishes={})
-    assert decision.status is Status.OFF
-    assert "no record" in decision.reason
+def test_not_asked_for_it_is_on_with_one_gpu_and_dense_weights_in_bf16():
+    assert decide(wishes={}).status is Status.ON
+    two = decide(hardware=gpus("h100_sxm", 2), wishes={})
+    assert (two.status, "several GPUs" in two.reason) == (Status.OFF, True)
+    assert decide(hardware=gpus("h100_sxm", 2)).status is Status.ON
+    quantised = decide(model=qwen3_30b_a3b_int4(), wishes={})
+    assert (quantised.status, "gptq" in quantised.reason) == (Status.OFF, True)
 
 
 @pytest.mark.parametrize(
