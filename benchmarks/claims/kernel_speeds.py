@@ -8,6 +8,7 @@ from benchmarks.claims.claim import Claim, Table, cases
 
 _PAGE = "docs/kernel_speeds.md"
 _CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"
+_FORMS = "2026-11-27_h100_four_bit_forms"
 _H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
 _VLLM = "vllm"
 _KEEPING_BF16 = ("direct", "grouped-fp8_weights")
@@ -145,6 +146,37 @@ def _step(record: Any, batch: str) -> list[float]:
     ]  # fmt: skip
 
 
+def _in_flight(record: Any, kernels: str, _tokens: str) -> list[float]:
+    """Least and largest share of the time of the kernel as it is that products in flight take, of single blocks."""
+    mode, form = next(
+        (mode, form) for mode, form in (("mxfp4_weights-", "/1200"), ("int4_weights-", "/1200"), ("mxfp4-", "/100"))
+        if mode.removesuffix("-").upper() in kernels
+    )  # fmt: skip
+    shares = [
+        side["median_us"] / case["sides"][name.removesuffix(form)]["median_us"]
+        for case in record["cases"] for name, side in case["sides"].items()
+        if name.startswith(mode) and name.endswith(form) and "x2" not in name
+        if name.removesuffix(form) in case["sides"]
+    ]  # fmt: skip
+    return [min(shares), max(shares)]
+
+
+def _us_of_forms(record: Any, tokens: int, *names: str) -> list[float]:
+    return [next(case["sides"][name]["median_us"] for case in cases(record, dtype="mxfp4", tokens=tokens)
+                 if name in case["sides"]) for name in names]  # fmt: skip
+
+
+def _parts(record: Any, tokens: str) -> list[float]:
+    (floor,) = {case["floor_us"] for case in cases(record, dtype="mxfp4", tokens=int(tokens))}
+    forms = ("", "/700", "/800", "/900", "/1000", "/1100")
+    return [floor, *_us_of_forms(record, int(tokens), *(f"mxfp4_weights-n16{form}" for form in forms), "marlin")]
+
+
+def _copies_of_exponents(record: Any) -> list[float]:
+    pairs = (_us_of_forms(record, tokens, "mxfp4_weights-n16", "mxfp4_weights-n16/800") for tokens in (16, 64))
+    return [whole - without for whole, without in pairs]
+
+
 CLAIMS = [
     Claim(
         "docs/adr/0013-two-chained-launches-for-small-batches.md",
@@ -168,5 +200,23 @@ CLAIMS = [
     Table(_PAGE, "| layer |", "Ratios of other layers", 3, (_H200,), _h200_other),
     Table(_PAGE, "| T |", "Qwen3-30B-A3B, uniform routing:", 1, (_H100,), _h100),
     Table(_PAGE, "| layer |", "Every layer that was timed", 1, (_H100,), _h100_layer),
+    Table(_PAGE, "| kernels | T | time over", "Four bits: tried on an H100", 2, (_FORMS,), _in_flight),
+    Table(_PAGE, "| T | floor |", "Four bits: tried on an H100", 1, (_FORMS,), _parts),
+    Claim(
+        _PAGE,
+        "take {638.3} us at 4096 tokens and {625.1} with products in flight; single blocks, as they are, {559.0}",
+        (_FORMS,),
+        lambda found: _us_of_forms(found, 4096, "mxfp4-n128x2", "mxfp4-n128x2/100", "mxfp4-n128"),
+    ),
+    Claim(
+        _PAGE, "instead of 5 takes {136.8} us", (_FORMS,), lambda found: _us_of_forms(found, 64, "mxfp4_weights-n16/3")
+    ),
+    Claim(
+        _PAGE,
+        "the kernel as it is takes {141.1}",
+        (_FORMS,),
+        lambda found: _us_of_forms(found, 64, "mxfp4_weights-n16"),
+    ),
+    Claim(_PAGE, "their copies cost {10.1} and {17.7} us", (_FORMS,), _copies_of_exponents),
     Table(_PAGE, "| batch |", "Where a decode step's time goes", 1, (_STEP,), _step),
 ]
