@@ -156,13 +156,13 @@ class _Loop:
     def api_servers(self) -> int:
         """Return how many API servers a server has where nobody says it: vLLM's own number, one for each copy, or where
         a plan may start more, the fewest that send tokens out in a part of a step. Not of a server over several
-        machines: vLLM refuses the argument on those that only compute.
+        machines: vLLM refuses the argument on those that only compute; nor on one GPU, where no more were measured.
         """
         layout, question = self.model.layout, self._question
-        copies, one_machine = layout.data_parallel_size, layout.devices_of_server <= question.gpus_per_machine
+        copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * copies * question.processes
         enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
-        most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and one_machine else 1)
+        most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
         return min(max(copies, enough), most)
 
     def times(self, front_ends: float) -> _Times:

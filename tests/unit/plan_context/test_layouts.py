@@ -282,6 +282,8 @@ def test_each_server_gets_more_api_servers_where_one_would_be_busy_for_most_of_a
         {"clients": 512, "layout": "tp8", "profile": profile_with(passes={"scheduler": {"api_servers": "off"}})},
         # One for each copy, as vLLM starts them.
         {"clients": 512, "layout": "tp1dp8ep"},
+        # No more were measured on one GPU.
+        {"clients": 512, "layout": "tp1x8"},
         # Of a server over machines only the first one takes the argument.
         {"clients": 2048, "layout": "tp8dp2ep", "num_nodes": 2, "num_gpus": 16},
     ],
