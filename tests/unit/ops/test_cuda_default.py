@@ -41,6 +41,8 @@ class FakeHopper:
             cuda_layout=emulator.module.cuda_layout, cuda_run=lambda *arguments: self._run(emulator, arguments)
         )
         monkeypatch.setattr(_load, "import_kernels", lambda: (module, ""))
+        # What it returned before is remembered, of the module that is really there.
+        monkeypatch.setattr(_load, "calls", lambda name: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake Hopper")
         properties = SimpleNamespace(multi_processor_count=2)
