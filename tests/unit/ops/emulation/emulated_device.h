@@ -414,7 +414,7 @@ inline void stmatrix_x4_trans(void* shared_row, uint32_t m0, uint32_t m1, uint32
   bar_warp_sync();
 }
 inline void prefetch_tensormap(const TensorMap*) {}
-inline void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
+inline void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes <= 0) {
     ::emulation::fail("bulk copy: not whole 16 bytes at aligned addresses");
   }
@@ -425,9 +425,6 @@ inline void bulk_load(void* shared, const void* global, int bytes, uint64_t* bar
     std::memcpy(owner->shared + to, global, static_cast<size_t>(bytes));
     mbarrier_complete(owner, offset, bytes, true);
   });
-}
-inline void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  bulk_load(shared, global, bytes, barrier);
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid) {
