@@ -55,6 +55,7 @@ _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
         "--max-num-seqs": lambda config: config.scheduler_config.max_num_seqs,
         "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
         "--performance-mode": lambda config: config.performance_mode,
+        "--api-server-count": lambda config: config.parallel_config._api_process_count,
     },
     "speculation": {"--async-scheduling": lambda config: config.scheduler_config.async_scheduling},
     "flash_dmoe": {"--moe-backend": lambda config: config.kernel_config.moe_backend},

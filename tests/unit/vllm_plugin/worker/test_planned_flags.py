@@ -51,7 +51,7 @@ def vllm_config(**changed: Any) -> Any:
         "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
         "distributed_executor_backend": "mp", "is_moe": True, "moe_backend": "auto", "speculative_config": None,
-        "async_scheduling": True, "_api_process_count": 1,
+        "async_scheduling": True, "_api_process_count": 3,
         "pass_config": SimpleNamespace(enable_qk_norm_rope_fusion=True),
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
@@ -101,6 +101,7 @@ def test_what_runs_as_planned_has_no_difference(plan: Plan, name: str) -> None:
         ("dual_batch_overlap", {"all2all_backend": "naive"}, "--all2all-backend: .*naive, planned deepep"),
         ("scheduler", {"max_num_seqs": 8}, "--max-num-seqs: .*8, planned 256"),
         ("scheduler", {"max_num_batched_tokens": 64}, "--max-num-batched-tokens: .*64, planned 256"),
+        ("scheduler", {"_api_process_count": 2}, "--api-server-count: .*2, planned 3"),
         ("graph_capture", {"max_cudagraph_capture_size": 128}, "CUDA graphs: .* 128, planned 256"),
         ("graph_capture", {"max_cudagraph_capture_size": 0}, "CUDA graphs: .* 0, planned 256"),
         ("kv_cache", {"cache_dtype": "auto"}, "--kv-cache-dtype: .*auto, planned fp8"),
@@ -135,6 +136,7 @@ def test_arguments_that_the_user_gives_in_place_of_the_plans_are_looked_at_too(
     passes = {
         "parallelism": {"data_parallel_size": 2, "expert_parallel": "on"},
         "dual_batch_overlap": {"mode": "on"},
+        "scheduler": {"api_servers": "off"},
     }
     own = tuple(word for words in OWN.values() for word in words)
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes), vllm_args=own))
