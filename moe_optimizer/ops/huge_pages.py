@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,8 +63,13 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     """Return zeros, on a CPU on huge pages that take no memory before they are used."""
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch writes its zeros; those of numpy are the system's.
-    pages = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
+    # A mapping of its own: torch writes its zeros, and numpy's can come from memory that the process used before, which
+    # libc then clears by writing to all of it.
+    bytes_needed = shape.numel() * dtype.itemsize
+    mapping = mmap.mmap(-1, bytes_needed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = torch.frombuffer(mapping, dtype=torch.uint8)  # holds the mapping
+    ahead = -pages.data_ptr() % HUGE_PAGE_BYTES
+    pages = pages[ahead : ahead + bytes_needed]
     use_huge_pages(pages, as_written=True)
     return pages.view(dtype).view(shape)
 

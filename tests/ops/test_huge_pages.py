@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,15 +48,36 @@ def test_memory_of_a_reordered_weight_is_on_huge_pages() -> None:
     assert huge_bytes(torch.ops.mkldnn.data_ptr(packed) + (8 << 20)) >= 8 << 20
 
 
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's pages that take memory."""
+    page = mmap.PAGESIZE
+    first, end = tensor.data_ptr() // page * page, tensor.data_ptr() + tensor.nbytes
+    present = (ctypes.c_ubyte * -(-(end - first) // page))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), present) == 0, ctypes.get_errno()
+    return sum(byte & 1 for byte in present) * page
+
+
 def test_memory_that_is_not_written_yet_is_not_taken() -> None:
     pages = zeros(torch.Size((2, 16 << 20)), torch.bfloat16, torch.device("cpu"))
-    middle = pages.data_ptr() + (32 << 20)
     done, reason = use_huge_pages(pages, as_written=True)
-    assert huge_bytes(middle) == 0
+    assert resident_bytes(pages) == 0
     if not done:
         pytest.skip(f"this machine: {reason}")
     pages[1, 0] = 1
-    assert huge_bytes(middle) == 2 << 20
+    assert resident_bytes(pages) == 2 << 20
+
+
+def test_memory_that_the_process_used_before_is_not_taken_again() -> None:
+    # libc shares out memory of its heap again once it has given back a mapping of that size.
+    used = [np.ones(20 << 20, np.uint8) for _ in range(8)]
+    used = [np.ones(20 << 20, np.uint8) for _ in range(16)]
+    kept = np.ones(20 << 20, np.uint8)
+    del used
+    pages = zeros(torch.Size((64 << 20,)), torch.uint8, torch.device("cpu"))
+    assert resident_bytes(pages) == 0
+    assert not pages.any()
+    assert kept.all()
 
 
 @pytest.mark.parametrize(
