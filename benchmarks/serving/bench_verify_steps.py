@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.bench_speculation import drafted  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at  # noqa: E402
+from benchmarks.serving.dummy_model import write_draft_model  # noqa: E402
 from benchmarks.serving.plans import compiled_by, free_port, plan_here, served  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.draft_model import read_draft  # noqa: E402
@@ -71,7 +72,7 @@ def main() -> int:
         "not_measured": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        draft = draft_model(Path(options.model), Path(folder) / "draft")
+        draft = write_draft_model(Path(folder) / "draft", Path(options.model))
         for drafts in map(int, options.drafts.split(",")):
             left = end - time.monotonic()
             if left < LEAST_S:
@@ -82,37 +83,6 @@ def main() -> int:
             write_atomically(options.out, json.dumps(record, indent=1) + "\n")
             print(table_of(record["sides"]), flush=True)
     return 0
-
-
-def draft_model(target: Path, folder: Path) -> Path:
-    """Write the configuration of a model that drafts in no time, and return its folder.
-
-    Its vocabulary and the shape of its cache are the target's, so that both share vLLM's blocks.
-    """
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    heads = config["num_key_value_heads"]
-    folder.mkdir(parents=True)
-    draft = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "vocab_size": config["vocab_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": config.get("rope_theta", 1e6),
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(draft, indent=1), encoding="utf-8")
-    for path in target.glob("*token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
 
 
 def plan_of(options: Any, vllm_args: list[str], draft: Path, drafts: int) -> Plan:

@@ -1,9 +1,10 @@
 """Writes a model without weights: vLLM makes them up (--load-format dummy).
 
     python benchmarks/serving/dummy_model.py FOLDER --shape qwen3_moe [--int4-group 128] [--set num_experts=32 ...]
+    python benchmarks/serving/dummy_model.py FOLDER --draft-of MODEL
 
 With --int4-group the configuration is that of a GPTQ checkpoint: all linears but gates and head in INT4, symmetric, in
-groups of so many columns, without act-order.
+groups of so many columns, without act-order. With --draft-of it is a model of one small layer that drafts for MODEL.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ def main() -> int:
     """Write the folder."""
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=published_shapes(), metavar="NAME", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", choices=published_shapes(), metavar="NAME")
+    what.add_argument("--draft-of", type=Path, metavar="MODEL")
     parser.add_argument("--int4-group", type=int, metavar="COLUMNS")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=NUMBER", help="in place of the published")
     options = parser.parse_args()
+    if options.draft_of:
+        print(write_draft_model(options.folder, options.draft_of))
+        return 0
     changes: dict[str, Any] = {name: int(number) for name, _, number in (each.partition("=") for each in options.set)}
     if options.int4_group:
         changes["quantization_config"] = gptq(options.int4_group)
@@ -95,6 +101,40 @@ def write_published_shape(folder: Path, name: str, **changes: Any) -> Path:
     end = f"t{config.get('eos_token_id') or 0}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def write_draft_model(folder: Path, target: Path) -> Path:
+    """Write the configuration of a model that drafts in no time for the one in `target`, and its tokenizer.
+
+    Its vocabulary and the shape of its cache are the target's, so that both share vLLM's blocks.
+
+    Returns:
+        `folder`, which is made.
+    """
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_key_value_heads"]
+    folder.mkdir()
+    draft = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": config.get("rope_theta", 1e6),
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(draft, indent=1), encoding="utf-8")
+    for path in target.glob("*token*"):
+        shutil.copy(path, folder)
     return folder
 
 

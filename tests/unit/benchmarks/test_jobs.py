@@ -1,0 +1,162 @@
+"""Jobs on the GPUs of a machine; the GPUs are numbers here, and the commands are shells'."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.jobs import JOBS, ROOT, Jobs, main
+from benchmarks.serving.bench_beside import words_of
+from moe_optimizer.yaml_model import read_section
+from tests.eventually import eventually
+
+SHIPPED = read_section(Jobs, JOBS, origin="jobs.yaml", what="jobs")
+VALUES = {"out": "/o", "models": "/m", "commit": "c", "port": "1", **{f"gpu{index}": str(index) for index in range(8)}}
+Write = Callable[[dict[str, Any]], list[str]]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Write:
+    """Return what writes a file of jobs and returns the arguments that run all of them on GPUs 4 and 7."""
+
+    def written(jobs: dict[str, Any]) -> list[str]:
+        file = tmp_path / "jobs.yaml"
+        filled = {name: {"about": "a test", "gpus": 1, "seconds": 60, **job} for name, job in jobs.items()}
+        file.write_text(yaml.safe_dump({"jobs": filled}), encoding="utf-8")
+        out = tmp_path / "out"
+        return [*filled, "--file", str(file), "--out", str(out), "--gpus", "4,7", "--commit", "abc+dirty"]
+
+    return written
+
+
+def outcomes(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    return {each["job"]: each for each in json.loads((tmp_path / "out" / "jobs.json").read_text())}
+
+
+def shell(script: str) -> str:
+    return shlex.join(["sh", "-c", script])
+
+
+@pytest.mark.parametrize("name", SHIPPED.jobs)
+def test_a_shipped_job_names_files_models_and_options_that_exist(name: str) -> None:
+    SHIPPED.models_of(SHIPPED.jobs[name].run)
+    for line in SHIPPED.jobs[name].run:
+        words = shlex.split(Template(line).substitute(VALUES))
+        assert words[0] == "python"
+        paths = [word for word in words if word.startswith(("benchmarks/", "tests/"))]
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)
+        if paths[0].startswith("benchmarks/"):
+            source = (ROOT / paths[0]).read_text(encoding="utf-8") + '"--commit"'
+            own = words[: words.index("--")] if "--" in words else words
+            assert all(f'"{word}"' in source for word in own if word.startswith("--"))
+        for flag, value in itertools.pairwise(words):
+            if flag == "--side":
+                side = words_of(value)
+                assert side.model.startswith("/m/")
+                assert set(side.environment) <= {"CUDA_VISIBLE_DEVICES"}
+                assert not any(word.startswith("gpus") for word in side.vllm_args)
+
+
+def test_jobs_run_at_once_on_gpus_of_their_own(tmp_path: Path, arguments: Write) -> None:
+    # Each goes on when the other has begun.
+    meet = "echo $$CUDA_VISIBLE_DEVICES > $out/gpus; until [ -e $out/../{other}/gpus ]; do sleep 0.01; done"
+    jobs = {
+        "one": {"run": [shell(meet.format(other="two"))]},
+        "both": {"gpus": 2, "run": [shell("echo $gpu0 $gpu1 $commit > $out/seen; cat $out/../*/gpus >> $out/seen")]},
+        "two": {"run": [shell(meet.format(other="one"))]},
+    }
+    assert main(arguments(jobs)) == 0
+    assert {each["how"] for each in outcomes(tmp_path).values()} == {"ok"}
+    first, *others = (tmp_path / "out" / "both" / "seen").read_text().splitlines()
+    assert first == "4 7 abc+dirty"
+    assert sorted(others) == ["4", "7"]
+
+
+def test_a_job_whose_time_is_over_leaves_nothing_running(tmp_path: Path, arguments: Write) -> None:
+    jobs = {"long": {"seconds": 1.0, "run": [shell("sleep 1000 & echo $$! > $out/pid; wait"), shell("true")]}}
+    assert main(arguments(jobs)) == 1
+    how = outcomes(tmp_path)["long"]["how"]
+    assert "its time was over" in how
+    assert "not started" in how
+    pid = int((tmp_path / "out" / "long" / "pid").read_text())
+    eventually(lambda: not _runs(pid), "sleep runs on")
+
+
+def test_a_failed_command_is_said_and_does_not_stop_the_next(tmp_path: Path, arguments: Write) -> None:
+    jobs = {"mixed": {"run": [shell("exit 3"), "no-such-command", shell("echo here > $out/second")]}}
+    assert main(arguments(jobs)) == 1
+    how = outcomes(tmp_path)["mixed"]["how"]
+    assert "exit code 3" in how
+    assert "no-such-command" in how
+    assert (tmp_path / "out" / "mixed" / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("needs", "named"),
+    [({"gpus": 3}, "3 GPUs"), ({"packages": ["no_such_package"]}, "no_such_package"), ({"commands": ["nope"]}, "nope")],
+    ids=["gpus", "package", "command"],
+)
+def test_what_cannot_run_here_is_left_out_and_the_others_run(
+    needs: dict[str, Any], named: str, tmp_path: Path, arguments: Write
+) -> None:
+    assert main(arguments({"cannot": {**needs, "run": ["true"]}, "can": {"run": ["true"]}})) == 1
+    found = outcomes(tmp_path)
+    assert "left out" in found["cannot"]["how"]
+    assert named in found["cannot"]["how"]
+    assert found["can"]["how"] == "ok"
+
+
+def test_caches_of_a_first_start_are_empty_and_go_with_the_jobs(tmp_path: Path, arguments: Write) -> None:
+    keep = "mkdir -p $$VLLM_CACHE_ROOT && echo $$VLLM_CACHE_ROOT > $out/where"
+    assert main(arguments({"first": {"empty_caches": True, "run": [shell(keep)]}})) == 0
+    assert not Path((tmp_path / "out" / "first" / "where").read_text().strip()).exists()
+
+
+def test_sigterm_ends_what_runs_and_what_waits(tmp_path: Path, arguments: Write) -> None:
+    jobs = {
+        "runs": {"gpus": 2, "run": [shell("sleep 1000 & echo $$! > $out/pid; wait")]},
+        "waits": {"run": [shell("touch $out/ran")]},
+    }
+    command = [sys.executable, str(ROOT / "benchmarks" / "jobs.py"), *arguments(jobs)]
+    pid_file = tmp_path / "out" / "runs" / "pid"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            pid = int(eventually(lambda: pid_file.exists() and pid_file.read_text().strip(), "it did not start"))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+    eventually(lambda: not _runs(pid), "sleep runs on")
+    found = outcomes(tmp_path)
+    assert "stopped" in found["runs"]["how"]
+    assert "stopped" in found["waits"]["how"]
+    assert not (tmp_path / "out" / "waits" / "ran").exists()
+
+
+def test_a_job_that_there_is_not_is_refused(
+    tmp_path: Path, arguments: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["wrong", *arguments({"right": {"run": ["true"]}})]) == 2
+    assert "'wrong'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
