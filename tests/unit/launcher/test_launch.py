@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, heartbeat, launch
+from moe_optimizer.launcher import deployment, evidence, launch
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
@@ -90,11 +90,10 @@ def test_a_process_that_was_killed_is_named_and_no_log_lines_follow(fake: Fake, 
 
 
 def test_requests_without_progress_are_warned_of_and_end_the_server(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, tmp_path: Path, heartbeat_clock: None
 ) -> None:
-    monkeypatch.setattr(heartbeat, "WARN_AFTER_S", 1.0)
     said: list[str] = []
-    with pytest.raises(ServerFailedError, match=r"no progress for [3-9] .*1 unfinished") as caught:
+    with pytest.raises(ServerFailedError, match=r"no progress for 3 .*1 unfinished") as caught:
         serve(fake("stall"), run_dir=tmp_path, echo=said.append, stall_timeout_s=3.0)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     (warning,) = [line for line in said if line.startswith("warning: ")]
@@ -136,7 +135,9 @@ def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(launch.StopRequestedError):
         serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=1.0, on_ready=stop)
-    assert re.fullmatch(r"served.*[34] s, 0 .* 0", said[-1])
+    lasted = re.fullmatch(r"served for (\d+) s, 0 .* 0", said[-1])
+    assert lasted
+    assert int(lasted[1]) >= 3
     assert "stopping" in said
 
 

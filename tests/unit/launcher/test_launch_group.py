@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError, UnsupportedError
-from moe_optimizer.launcher import deployment, evidence, heartbeat, kv_tier, launch, router, supervisor
+from moe_optimizer.launcher import deployment, evidence, kv_tier, launch, router, supervisor
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.lifeline import this_process
@@ -128,17 +128,15 @@ def test_when_one_part_dies_everything_ends_and_it_is_named(group: Group, tmp_pa
 
 @pytest.mark.parametrize(("name", "process"), [("decode server", "API server"), ("router", "router")])
 def test_a_part_that_is_stopped_is_warned_of_and_then_ends_everything(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, process: str
+    group: Group, tmp_path: Path, heartbeat_clock: None, name: str, process: str
 ) -> None:
-    monkeypatch.setattr(heartbeat, "WARN_AFTER_S", 1.0)
-
     def stop(info: ServerInfo) -> None:
         pids = {server.name: server.pid for server in info.servers} | {"router": info.pid}
         os.kill(pids[name], signal.SIGSTOP)
 
     said: list[str] = []
     with pytest.raises(ServerFailedError, match=rf"^{name} .*\d s: {process} \d+ is stopped") as caught:
-        serve(group(), run_dir=tmp_path, echo=said.append, stall_timeout_s=4.0, on_ready=stop)
+        serve(group(), run_dir=tmp_path, echo=said.append, stall_timeout_s=3.0, on_ready=stop)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     assert any(line.startswith(f"warning: {name} ") for line in said)
     assert processes_of(tmp_path) == []
