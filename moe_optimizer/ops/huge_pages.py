@@ -60,13 +60,20 @@ def use_huge_pages(tensor: Tensor, *, as_written: bool = False) -> tuple[bool, s
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, on a CPU on huge pages that take no memory before they are used."""
+    """Return zeros, on a CPU on huge pages that take no memory before they are used.
+
+    Raises:
+        MemoryError: the system gives no mapping of that size.
+    """
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=dtype, device=device)
     # A mapping of its own: torch writes its zeros, and numpy's can come from memory that the process used before, which
     # libc then clears by writing to all of it.
     bytes_needed = shape.numel() * dtype.itemsize
-    mapping = mmap.mmap(-1, bytes_needed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, bytes_needed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{bytes_needed / 2**30:.1f} GiB: {error.strerror}") from None
     pages = torch.frombuffer(mapping, dtype=torch.uint8)  # holds the mapping
     ahead = -pages.data_ptr() % HUGE_PAGE_BYTES
     pages = pages[ahead : ahead + bytes_needed]
