@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +14,14 @@ from benchmarks.serving.first_minutes import OUTPUT_TOKENS, PROMPT_TOKENS, first
 
 def test_requests_of_many_lengths_are_told_by_when_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
+    now = [0.0]
 
     def streamed(url: str, model: str, prompt: list[int], tokens: int) -> Iterator[bytes]:
         asked.append((len(prompt), tokens))
-        time.sleep(0.01)
+        now[0] += 0.01  # a busy machine would leave a stretch without a request
         yield from [b"{}"] * tokens
 
+    monkeypatch.setattr(measured, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(measured, "streamed", streamed)
     monkeypatch.setattr(measured, "STRETCH_S", 0.2)
     found = first_minutes("http://x", "m", 1000, clients=2, seconds=0.4)

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Generator
 
-import psutil
 import pytest
 
 from benchmarks.engine.own_process import each_of_own_process, in_own_process
+from tests.eventually import is_running
 
 
 def _process_id(added: int) -> int:
@@ -49,4 +49,4 @@ def test_who_stops_reading_ends_the_process() -> None:
     results = each_of_own_process(_found_and_hangs)
     child = next(results)
     results.close()
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not is_running(child)
