@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -157,7 +158,8 @@ def _run_in_a_fork(
 def _kill_marked(mark: str) -> list[int]:
     pids = _marked(mark)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return pids
 
 

@@ -118,7 +118,7 @@ def test_a_server_without_a_free_file_descriptor_runs_on_and_ends_with_its_launc
         assert is_running(server.pid)
         launcher.kill()
         launcher.wait()
-        server.wait(timeout=30)
+        server.wait(timeout=60)
     finally:
         server.kill()
         server.wait()

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -41,10 +40,8 @@ def test_a_launcher_that_is_killed_while_the_engine_starts_leaves_no_process(tmp
         engine = eventually(lambda: engine_of(run_dir), "the engine did not start", within_s=400, every_s=0.1)
         launcher.kill()
         launcher.wait()
-        killed_at = time.monotonic()
-        eventually(lambda: not engine.is_running() and not processes_of(run_dir), "it outlived its launcher")
         # It takes at most 15 s where nothing else runs; here other servers start beside it.
-        assert time.monotonic() - killed_at < 40
+        eventually(lambda: not engine.is_running() and not processes_of(run_dir), "it outlived its launcher")
     finally:
         launcher.kill()
         launcher.wait()

@@ -172,7 +172,7 @@ sys.exit(b.main())
         try:
             assert eventually(lambda: record.exists() and '"clients": 16' in record.read_text())
             process.send_signal(how)
-            assert process.wait(30) != 0
+            assert process.wait(120) != 0
         finally:
             process.kill()
     found = json.loads(record.read_text())["layouts"]

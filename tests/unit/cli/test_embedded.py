@@ -205,7 +205,7 @@ def test_an_engine_that_stops_ends_the_process_with_an_error(
             asked_for_four_tokens(f"http://127.0.0.1:{port}")
         refused.append(caught.value.code)
         # The command has to end by itself: a server that went on would be ended here, with another exit code.
-        if ended.wait(20):
+        if ended.wait(120):
             return
         os.kill(os.getpid(), signal.SIGTERM)
 

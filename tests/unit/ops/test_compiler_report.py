@@ -77,7 +77,7 @@ def test_a_kernel_whose_products_wait_for_one_another_is_refused(tmp_path):
         [sys.executable, str(CSRC / "compile_cuda.py"), "--nvcc", nvcc, "--archs", "sm_90a",
          "--host-compiler", compiler or "g++", "--source", str(source), "--object", str(tmp_path / "kernel.o"),
          "--report", str(tmp_path / "report.json")],
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
     assert "serialized.cu: ptxas info" in done.stderr
