@@ -19,6 +19,7 @@ _KERNEL_WORDS = ("MOE", "DEEP_GEMM", "BATCH_INVARIANT", "SGL_KERNEL")
 _SET_BY_VLLM = ("VLLM_USE_DEEP_GEMM_E8M0",)
 """vLLM sets it in its own processes for some models, so that it would tell two ways of starting apart; Triton's experts
 do not depend on it."""
+_ONE_API_SERVER = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_USE_RUST_FRONTEND")
 _BINDING, _RESERVED = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 
@@ -39,6 +40,7 @@ def read_software() -> SoftwareSpec:
         deep_gemm_e8m0=os.environ.get(_SET_BY_VLLM[0], ""),
         core_binding=os.environ.get(_BINDING) or "auto",
         reserved_cores=int(reserved) if reserved.isdecimal() else None,
+        one_api_server=next((name for name in _ONE_API_SERVER if _is_on(os.environ.get(name, ""))), ""),
         **{name: importlib.util.find_spec(name) is not None for name in OPTIONAL_PACKAGES},
     )
 
@@ -48,6 +50,10 @@ def kernel_environment(environ: Mapping[str, str]) -> str:
     named = {name for name in environ if name.startswith("VLLM_") and any(word in name for word in _KERNEL_WORDS)}
     names = sorted(named.difference(_SET_BY_VLLM))
     return " ".join(f"{name}={environ[name]}" for name in names)
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() in ("1", "true")
 
 
 def _version(distribution: str) -> str:

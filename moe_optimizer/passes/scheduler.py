@@ -77,8 +77,8 @@ class Scheduler(OptimizationPass):
 
 
 def _front_end(api_servers: int) -> str:
-    why = "because one of its own number would be busy for most of a decode step"
-    return f"; {api_servers} API servers, {why}" if api_servers else ""
+    why = "vLLM's own number would be busy for more than half of a decode step"
+    return f"; {api_servers} API servers, because {why}" if api_servers else ""
 
 
 def _mode(ctx: PlanContext) -> str:

@@ -6,17 +6,26 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 API_SERVERS_FLAG = "--api-server-count"
-_ONE_ONLY = ("--enable-elastic-ep", "--headless")
-"""Arguments with which vLLM takes no other number."""
+_OTHERWISE = (
+    "--enable-elastic-ep",
+    "--enable-fault-tolerance",
+    "--headless",
+    "--grpc",
+    "--data-parallel-external-lb",
+    "--data-parallel-multi-port-external-lb",
+    "--data-parallel-rank",
+)
+"""Arguments with which vLLM takes no other number than its own, or one server is one of several."""
 
 
 def may_add_api_servers(ctx: PlanContext) -> bool:
-    """Return whether profile and arguments leave the number to the plan."""
+    """Return whether profile, arguments and vLLM's variables leave the number to the plan."""
     return (
         ctx.wish("scheduler")[0] is not Wish.OFF
         and ctx.profile.passes.scheduler.api_servers == "auto"
         and API_SERVERS_FLAG not in ctx.pinned
-        and not any(flag in ctx.pinned for flag in _ONE_ONLY)
+        and not any(flag in ctx.pinned for flag in _OTHERWISE)
+        and not ctx.software.one_api_server
     )
 
 

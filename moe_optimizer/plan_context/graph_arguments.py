@@ -74,12 +74,12 @@ def may_capture_prompts(ctx: PlanContext) -> bool:
     )
 
 
-def _mode(given: ServeArguments) -> str:
-    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
-    return "" if mode is None else str(mode)
-
-
 def prompts_have_graphs(ctx: PlanContext, step_tokens: int) -> bool:
     """Return whether steps of prompts up to so many tokens will have graphs: the plan's, or the user's own sizes."""
     own = largest_given(ctx.pinned)[1] >= step_tokens and not argument_against_graphs(ctx.pinned)
     return may_capture_prompts(ctx) or own
+
+
+def _mode(given: ServeArguments) -> str:
+    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
+    return "" if mode is None else str(mode)

@@ -75,5 +75,7 @@ class SoftwareSpec:
     """vLLM's variable of the cores of its CPU workers."""
     reserved_cores: int | None = None
     """vLLM's variable of the cores that its CPU workers leave free; None: its default."""
+    one_api_server: str = ""
+    """vLLM's variable that is set and with which a server has one API server; "" where none is."""
     vllm_runs: VllmRuns = field(default_factory=VllmRuns)
     """The versions of vLLM that this package has been run with; without a table none is warned of."""

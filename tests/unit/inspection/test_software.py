@@ -41,6 +41,21 @@ def test_variables_that_change_vllms_kernels_are_named_and_no_others() -> None:
     assert kernel_environment(environ) == "VLLM_BATCH_INVARIANT=0 VLLM_USE_DEEP_GEMM=1"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0", ""),
+        ("VLLM_USE_RUST_FRONTEND", "1", "VLLM_USE_RUST_FRONTEND"),
+    ],
+)
+def test_a_variable_with_which_vllm_has_one_api_server_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, found: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert read_software().one_api_server == found
+
+
 def test_how_the_user_binds_workers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (read_software().core_binding, read_software().reserved_cores) == ("auto", None)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")

@@ -23,6 +23,7 @@ from tests.builders import (
     profile_with,
     qwen3_30b_a3b,
     request,
+    software,
     tiny_moe,
 )
 
@@ -274,11 +275,16 @@ def test_each_server_gets_more_api_servers_where_one_would_be_busy_for_most_of_a
     assert "API servers" in plan.decision("scheduler").reason
 
 
+ONE_API_SERVER = dataclasses.replace(software(), one_api_server="VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"clients": 8, "layout": "tp8"},
         {"clients": 512, "layout": "tp8", "vllm_args": ("--enable-elastic-ep",)},
+        {"clients": 512, "layout": "tp8", "vllm_args": ("--enable-fault-tolerance",)},
+        {"clients": 512, "layout": "tp8", "software": ONE_API_SERVER},
         {"clients": 512, "layout": "tp8", "profile": profile_with(passes={"scheduler": {"api_servers": "off"}})},
         # One for each copy, as vLLM starts them.
         {"clients": 512, "layout": "tp1dp8ep"},
