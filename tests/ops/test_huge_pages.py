@@ -71,7 +71,7 @@ def test_memory_that_is_not_written_yet_is_not_taken() -> None:
     if not done:
         pytest.skip(f"this machine: {reason}")
     pages[1, 0] = 1
-    # Where no huge page is free, the system gives a small one: it is asked for huge ones, and no more than one is taken.
+    # Where no huge page is free, the system gives a small one. It is asked for huge ones, and takes one at most.
     assert "hg" in mapping_at(pages.data_ptr())["VmFlags"]
     assert 0 < resident_bytes(pages) <= 2 << 20
 
