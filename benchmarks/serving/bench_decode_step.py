@@ -50,9 +50,11 @@ def main() -> int:
     options = parser.parse_args(sys.argv[1:at])
     batches = tuple(int(each) for each in options.batches.split(","))
     contexts = tuple(int(each) for each in options.context.split(","))
+    if len(contexts) not in (1, len(batches)):
+        parser.error(f"--context: got {options.context}, expected one number or one for each of {len(batches)} batches")
+    if unknown := set(options.sides.split(",")).difference(SIDES):
+        parser.error(f"--sides: got {', '.join(sorted(unknown))}, expected {' or '.join(SIDES)}, or both with a comma")
     sides = tuple(side for side in SIDES if side in options.sides.split(","))
-    if len(contexts) not in (1, len(batches)) or not sides:
-        parser.error(f"got --context {options.context} and --sides {options.sides} for {len(batches)} batches")
     plan = plan_here(
         options.model,
         *sys.argv[at + 1 :],
@@ -84,7 +86,9 @@ def main() -> int:
         record["remarks"] += remarks_of(side, found)
         record["sides"][side] = encode(steps)
         write_atomically(options.out, json.dumps(record, indent=1) + "\n")
-        print(*(f"{side}: {each}" for each in steps.ledgers), sep="\n", flush=True)
+        for each in steps.ledgers:
+            spent = f"step {each.step_us:.0f} us, kernels {each.kernels_us:.0f} us"
+            print(f"{side}, batch {each.batch}: {spent}", flush=True)
     return 0
 
 

@@ -168,7 +168,9 @@ sys.argv += ["--clients", "1,16,128", "--repetitions", "1", "--commit", "c"]
 sys.exit(b.main())
 """
     record = tmp_path / "r.json"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
+    # The folder of a run that failed is kept.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, env=environment) as process:
         try:
             assert eventually(lambda: record.exists() and '"clients": 16' in record.read_text())
             process.send_signal(how)
