@@ -14,8 +14,9 @@ _SEPARATORS = "-_"
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return "did you mean X?" for the nearest of `known`, or None when nothing is near.
 
-    Near is the beginning of a word, or one that is alike without the parts that both begin with: "--enable-nope" has
-    most letters of "--enable-fp8", and means nothing of the kind.
+    Near is a word of which the other is the beginning ("--gpu" of "--gpus", "--tpot" of "--tpot-ms"), or one that is
+    alike without the parts that both begin with: "--enable-nope" has most letters of "--enable-fp8", and means nothing
+    of the kind.
     """
     # Imported here: only an error pays for it.
     import difflib
@@ -28,7 +29,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def _begins(word: str, known: str) -> bool:
-    return len(word.strip(_SEPARATORS)) >= _SHORTEST_BEGINNING and known.startswith(word)
+    if len(word.strip(_SEPARATORS)) < _SHORTEST_BEGINNING:
+        return False
+    return known.startswith(word) or word.startswith(tuple(f"{known}{each}" for each in _SEPARATORS))
 
 
 def _without_common_parts(one: str, other: str) -> tuple[str, str]:

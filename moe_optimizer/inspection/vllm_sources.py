@@ -41,8 +41,9 @@ def check_knows(vllm: VllmInstallation, arguments: ServeArguments, model: ModelS
             f"{vllm.version} has"
         )
     for flag in unknown_flags(folder, arguments):
+        given = next(each.words[0] for each in arguments.arguments if each.flag == flag)
         raise InputError(
-            f"vllm arguments: {flag}: vLLM {vllm.version} has no such flag",
+            f"vllm arguments: {given}: vLLM {vllm.version} has no such flag",
             hint=did_you_mean(flag, known_flags(folder)),
         )
 

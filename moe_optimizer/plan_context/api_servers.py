@@ -6,16 +6,8 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 API_SERVERS_FLAG = "--api-server-count"
-_OTHERWISE = (
-    "--enable-elastic-ep",
-    "--enable-fault-tolerance",
-    "--headless",
-    "--grpc",
-    "--data-parallel-external-lb",
-    "--data-parallel-multi-port-external-lb",
-    "--data-parallel-rank",
-)
-"""Arguments with which vLLM takes no other number than its own, or one server is one of several."""
+_ONE_ONLY = ("--enable-elastic-ep", "--enable-fault-tolerance")
+"""Arguments with which vLLM has one API server."""
 
 
 def may_add_api_servers(ctx: PlanContext) -> bool:
@@ -24,7 +16,7 @@ def may_add_api_servers(ctx: PlanContext) -> bool:
         ctx.wish("scheduler")[0] is not Wish.OFF
         and ctx.profile.passes.scheduler.api_servers == "auto"
         and API_SERVERS_FLAG not in ctx.pinned
-        and not any(flag in ctx.pinned for flag in _OTHERWISE)
+        and not any(flag in ctx.pinned for flag in _ONE_ONLY)
         and not ctx.software.one_api_server
     )
 

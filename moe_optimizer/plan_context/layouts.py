@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.layouts.candidates import why_not_shape
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank, why_behind
 from moe_optimizer.layouts.serving import Prediction, memory_of
@@ -233,9 +234,11 @@ def _check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking, question: 
         raise UnsupportedError(f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}")
     if ranking.do_not_fit:
         _refuse_too_large(ctx, layout, memory_of(question, layout))
+    tensor, data = layout.tensor_parallel_size, layout.data_parallel_size
+    why = why_not_shape(question, tensor, data, expert=layout.expert_parallel)
+    machines = f"over {ctx.request.num_nodes} x {ctx.num_gpus} GPUs"
     raise UnsupportedError(
-        f"--layout {layout.name}: {ctx.model.name} does not divide so over {ctx.request.num_nodes} x {ctx.num_gpus} "
-        "GPUs",
+        f"--layout {layout.name}: {ctx.model.name} does not divide so {f'({why})' if why else machines}",
         hint="leave it out: the dry run lists the layouts that are possible",
     )
 

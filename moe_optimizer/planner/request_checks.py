@@ -27,6 +27,7 @@ _NOT_PLANNED = {
     "--data-parallel-start-rank": "all replicas are planned on one machine",
     "--data-parallel-external-lb": "one server with all its replicas is planned, not one of several",
     "--data-parallel-hybrid-lb": "all replicas are planned on one machine",
+    "--data-parallel-multi-port-external-lb": "one server with all its replicas is planned, not one of several",
     "--api-key": "every user of a machine can read its command lines; put the key into VLLM_API_KEY in the environment",
 }
 """Arguments of `vllm serve` that would start another server than is planned, or put a secret into the plan."""

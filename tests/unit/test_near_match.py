@@ -26,6 +26,8 @@ FLAGS = (
         ("--gpu", "--gpus"),
         ("--batch", "--batch-size"),
         ("--dryrun", "--dry-run"),
+        ("--gpus-per-node", "--gpus"),
+        ("--model_path", "--model"),
     ],
 )
 def test_a_mistyped_flag_has_its_near_match(word: str, near: str) -> None:

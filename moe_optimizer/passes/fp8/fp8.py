@@ -163,7 +163,7 @@ class Fp8(OptimizationPass):
             warnings = (f"fp8.linears ({ctx.profile_origin}): {_why_part_off(ctx, 'linears')}", *warnings)
         padding = 1.0 if on_cpu or not experts else _expert_padding(ctx)
         if padding > 1:
-            warnings += (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",)
+            warnings += (f"fp8: vLLM pads the experts to whole blocks of scales: {padding:.2f}x their memory",)
         rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
         if not experts and ctx.model.is_moe:
             rejected["experts"] = _why_part_off(ctx, "experts")

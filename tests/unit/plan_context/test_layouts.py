@@ -149,6 +149,14 @@ def test_a_layout_that_cannot_be_is_refused(changes, error):
         planned(**changes)
 
 
+def test_a_pinned_layout_that_does_not_divide_says_what_does_not():
+    with pytest.raises(UnsupportedError, match=r"--layout tp3: .*32 attention heads .* 3"):
+        planned(layout="tp3")
+    # A stage of a pipeline has a whole machine.
+    with pytest.raises(UnsupportedError, match=r"--layout tp4pp2: .* over 1 x 8 GPUs"):
+        planned(layout="tp4pp2")
+
+
 @pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1pd"])
 def test_a_pinned_layout_that_does_not_fit_is_refused_and_no_other_is_served(layout):
     with pytest.raises(DoesNotFitError, match=f"--layout {layout}.*93.4 GB") as caught:
