@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import yaml
 from benchmarks.jobs import JOBS, ROOT, Jobs, main
 from benchmarks.serving.bench_beside import words_of
 from moe_optimizer.yaml_model import read_section
-from tests.eventually import eventually
+from tests.eventually import eventually, is_running
 
 SHIPPED = read_section(Jobs, JOBS, origin="jobs.yaml", what="jobs")
 VALUES = {"out": "/o", "models": "/m", "commit": "c", "port": "1", **{f"gpu{index}": str(index) for index in range(8)}}
@@ -92,7 +91,7 @@ def test_a_job_whose_time_is_over_leaves_nothing_running(tmp_path: Path, argumen
     assert "its time was over" in how
     assert "not started" in how
     pid = int((tmp_path / "out" / "long" / "pid").read_text())
-    eventually(lambda: not _runs(pid), "sleep runs on")
+    eventually(lambda: not is_running(pid), "sleep runs on")
 
 
 def test_a_failed_command_is_said_and_does_not_stop_the_next(tmp_path: Path, arguments: Write) -> None:
@@ -139,7 +138,7 @@ def test_sigterm_ends_what_runs_and_what_waits(tmp_path: Path, arguments: Write)
             assert process.wait(60) == 1
         finally:
             process.kill()
-    eventually(lambda: not _runs(pid), "sleep runs on")
+    eventually(lambda: not is_running(pid), "sleep runs on")
     found = outcomes(tmp_path)
     assert "stopped" in found["runs"]["how"]
     assert "stopped" in found["waits"]["how"]
@@ -152,11 +151,3 @@ def test_a_job_that_there_is_not_is_refused(
     assert main(["wrong", *arguments({"right": {"run": ["true"]}})]) == 2
     assert "'wrong'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
