@@ -14,7 +14,9 @@ void run_skinny_gemm(const SkinnyGemmArgs& args, int multiprocessors, uintptr_t 
   const SkinnyGemmLaunch launch = skinny_gemm_launch(args, multiprocessors);
   const LaunchShape shape{dim3(static_cast<unsigned>(launch.blocks)), launch.threads, launch.shared_bytes,
                           reinterpret_cast<cudaStream_t>(stream)};
-  launch_kernel("skinny_gemm", skinny_gemm_kernel<>, shape, args);
+  with_skinny_weights(args.weights, [&](auto format) {
+    launch_kernel("skinny_gemm", skinny_gemm_kernel<decltype(format)::value>, shape, args);
+  });
 }
 
 }  // namespace moeopt

@@ -24,6 +24,7 @@ ACTIVATIONS = ("silu", "swigluoai")
 SCORINGS = ("softmax", "sigmoid")
 """Positions are the codes of csrc/include/moeopt, as are the values of DTYPE_CODE."""
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE, _GROUP_SCALE = 0, 1, 2, 3
+_SKINNY_BF16, _SKINNY_ROWS, _SKINNY_BLOCKS = 0, 1, 2
 
 
 class Router(NamedTuple):
@@ -98,11 +99,14 @@ class SkinnyGemm(NamedTuple):
     w: Tensor
     bias: Tensor | None
     out: Tensor
+    scale: Tensor | None = None
+    """Of an E4M3 weight; shapes: `skinny_gemm`."""
 
     def call(self, multiprocessors: int) -> tuple[Fields, int]:
         """Return the arguments of `cuda_skinny_layout` and the first of `cuda_skinny_run`."""
         tokens, depth = self.x.shape
         rows = self.w.shape[0]
+        weights, row_stride, depth_stride = self._scales()
         fields: Fields = {
             "x": self.x.data_ptr(),
             "x_stride": self.x.stride(0) if tokens > 1 else depth,
@@ -113,8 +117,28 @@ class SkinnyGemm(NamedTuple):
             "num_tokens": tokens,
             "depth": depth,
             "num_rows": rows,
+            "scale": _address(self.scale),
+            "scale_row_stride": row_stride,
+            "scale_depth_stride": depth_stride,
+            "weights": weights,
         }
         return fields, multiprocessors
+
+    def _scales(self) -> tuple[int, int, int]:
+        """Return `SkinnyWeights`, and the strides of the scales."""
+        scale = self.scale
+        if scale is None:
+            return _SKINNY_BF16, 0, 0
+        if scale.numel() == 1:
+            return _SKINNY_ROWS, 0, 0
+        if is_of_rows(self.w, scale):
+            return _SKINNY_ROWS, scale.stride(0), 0
+        return _SKINNY_BLOCKS, scale.stride(0), scale.stride(1)
+
+
+def is_of_rows(w: Tensor, scale: Tensor) -> bool:
+    """Return whether scales are one per row of a dense weight: [N] or [N, 1]; else they are of blocks."""
+    return scale.dim() == 1 or (scale.shape[1] == 1 and scale.shape[0] == w.shape[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@
 #include "moeopt/direct_routing.cuh"
 #include "moeopt/int4.cuh"
 #include "moeopt/mxfp4.cuh"
+#include "moeopt/row_pieces.cuh"
 #include "moeopt/swiglu.cuh"
 
 namespace moeopt {
@@ -74,12 +75,6 @@ constexpr int kDirectUpBlocks = kWeightBits == 16 && kPieces == kDirectNarrow ? 
 template <int kWeightBits>
 constexpr int kDirectDownBatch = kWeightBits == 16 ? 3 : 2;
 
-// The tokens of a piece of 64 bytes: a lane's 8 BF16 weights need 1 vector of 8 BF16, 16 FP8 need 2, 32 MXFP4 need 4.
-template <int kWeightBits>
-struct DirectTokens {
-  Vec4 part[16 / kWeightBits];
-};
-
 // Loads 16 bytes per lane of every 64-byte piece of a step; zeros where `inside` is false or past the row's end.
 template <int kPieces, typename Load>
 MOEOPT_DEVICE void load_step(Vec4 (&to)[kPieces], int column, int row_bytes, bool inside, Load load) {
@@ -123,8 +118,8 @@ struct DirectInt4 {
 };
 
 template <int kWeightBits, typename Load>
-MOEOPT_DEVICE DirectTokens<kWeightBits> load_tokens(int column, int row_bytes, bool inside, Load load) {
-  DirectTokens<kWeightBits> tokens;
+MOEOPT_DEVICE PieceTokens<kWeightBits> load_tokens(int column, int row_bytes, bool inside, Load load) {
+  PieceTokens<kWeightBits> tokens;
   const int byte = column + thread_index() % 4 * 16;
   MOEOPT_UNROLL
   for (int v = 0; v < 16 / kWeightBits; ++v) {
@@ -134,28 +129,9 @@ MOEOPT_DEVICE DirectTokens<kWeightBits> load_tokens(int column, int row_bytes, b
   return tokens;
 }
 
-// sums += 16 rows x one piece of weights, not scaled yet, times 8 columns.
-template <int kWeightBits>
-MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const DirectTokens<kWeightBits>& tokens,
-                                  float (&sums)[4]) {
-  if constexpr (kWeightBits == 16) {
-    const Vec4& x = tokens.part[0];
-    mma_m16n8k16(sums, low.x, high.x, low.y, high.y, x.x, x.y);
-    mma_m16n8k16(sums, low.z, high.z, low.w, high.w, x.z, x.w);
-  } else {
-    const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
-    MOEOPT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const Vec4& x = tokens.part[i / 2];
-      mma_m16n8k16(sums, cvt_bf16x2_e4m3x2(lows[i]), cvt_bf16x2_e4m3x2(highs[i]), cvt_bf16x2_e4m3x2(lows[i] >> 16),
-                   cvt_bf16x2_e4m3x2(highs[i] >> 16), i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
-    }
-  }
-}
-
-// The same for MXFP4, scaled; `low`, `high`: the exponents of a lane's 32 weights of rows g and g + 8.
+// As in row_pieces.cuh for MXFP4, scaled; `low`, `high`: the exponents of a lane's 32 weights of rows g and g + 8.
 MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, uint32_t low_exponent, uint32_t high_exponent,
-                                  const DirectTokens<4>& tokens, float (&sums)[4]) {
+                                  const PieceTokens<4>& tokens, float (&sums)[4]) {
   const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
   const uint32_t low_factor = mxfp4_factor_of_byte(low_exponent), high_factor = mxfp4_factor_of_byte(high_exponent);
   MOEOPT_UNROLL
@@ -172,7 +148,7 @@ MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, uint32_t lo
 // The same for INT4; `low`, `high`: what a lane's 32 weights of rows g and g + 8 have.
 template <int kPieces>
 MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const DirectInt4<kPieces>& of_low,
-                                  const DirectInt4<kPieces>& of_high, int piece, const DirectTokens<4>& tokens,
+                                  const DirectInt4<kPieces>& of_high, int piece, const PieceTokens<4>& tokens,
                                   float (&sums)[4]) {
   const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
   const uint32_t low_factor = int4_factor(of_low.scale[piece], of_low.zero[piece]);
@@ -477,7 +453,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       const uint16_t* h = args.h + static_cast<int64_t>(pair) * width;
       MOEOPT_UNROLL
       for (int first = 0; first < kBatch; first += kTogether) {
-        DirectTokens<kWeightBits> values[kTogether][2];
+        PieceTokens<kWeightBits> values[kTogether][2];
         MOEOPT_UNROLL
         for (int u = first; u < first + kTogether; ++u) {
           MOEOPT_UNROLL

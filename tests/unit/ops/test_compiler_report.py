@@ -124,10 +124,11 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
     # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down;
-    # 5 plain kernels.
+    # the formats of a dense weight; 5 plain kernels.
     assert len([name for name in names if name.startswith("direct_")]) == 13
     tiles = sum(len(values) for values in TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
+    assert len([name for name in names if name.startswith("skinny_gemm")]) == 3
     assert {name.partition("<")[0] for name in names} == {
         "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
         "route_tokens_kernel", "gate_topk_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",

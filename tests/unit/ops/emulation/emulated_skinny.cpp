@@ -19,9 +19,12 @@ py::dict emulate_layout(const py::dict& gemm, int multiprocessors) {
 void emulate_run(const py::dict& gemm, int multiprocessors, uint64_t seed) {
   const auto args = from_python<SkinnyGemmArgs>("gemm", gemm);
   const SkinnyGemmLaunch launch = skinny_gemm_launch(args, multiprocessors);
-  const std::string failure = emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes),
-                                                seed, [&] { skinny_gemm_kernel(args); });
-  if (!failure.empty()) throw std::runtime_error(failure);
+  with_skinny_weights(args.weights, [&](auto format) {
+    const std::string failure =
+        emulation::launch(launch.blocks, launch.threads, static_cast<size_t>(launch.shared_bytes), seed,
+                          [&] { skinny_gemm_kernel<decltype(format)::value>(args); });
+    if (!failure.empty()) throw std::runtime_error(failure);
+  });
 }
 
 }  // namespace
