@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moe_optimizer.vllm_plugin.linears import speeds
+from moe_optimizer.vllm_plugin.linears.dense_layers import DenseLayer, dense_layers
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.skinny_layers import install, planned, without_ranks
+from tests.skinny_layers import configured, install, make_fp8_layer, planned, without_ranks
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 HIDDEN, HEADS, KV_HEADS, HEAD = 2048, 32, 4, 128
 LAYERS = 12
 """So many projections are more than L2 holds."""
+SCALES = ("tensor", "channel", "block", "compressed")
 
 
 @pytest.fixture
@@ -56,13 +58,13 @@ def inputs(tokens: int) -> list[Any]:
 
 
 def test_both_are_timed_in_time_and_what_is_chosen_is_what_was_faster(session):
-    weights = [(layer.qkv_proj.weight, None) for layer in make_model().layers]
+    layers = [DenseLayer(layer, layer.qkv_proj.weight, None) for layer in make_model().layers]
     with torch.inference_mode():
-        timed = speeds.times(weights)
+        timed = speeds.times(layers)
     for each in timed:
         print(each)
         assert 2 < each.ours_us < 200
-        assert 2 < each.cublas_us < 200
+        assert 2 < each.stock_us < 200
     assert (speeds.faster_up_to(timed) == 0) == (not timed[0].is_faster)
 
 
@@ -98,4 +100,73 @@ def test_a_worker_measures_and_says_what_it_found(session):
     entry = install(session, make_model())
     print(entry.found or entry.why_not)
     assert "qkv_proj [5120 x 2048] of 12" in (entry.found or entry.why_not)
+    assert "fallback" not in entry.why_not
+
+
+def make_fp8_model(scales: str, count: int, *, bias: bool = False) -> Any:
+    """Layers of the output projection's size as vLLM holds them in FP8."""
+    model: Any = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(
+        make_fp8_layer(scales, HIDDEN, HEADS * HEAD, bias=bias, device="cuda") for _ in range(count)
+    )
+    return model
+
+
+@pytest.fixture
+def in_fp8() -> Any:
+    """A process in which vLLM makes layers in FP8."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with configured():
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("in_fp8")
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_layers_in_fp8_return_the_exact_product_and_beyond_eight_tokens_what_vllm_does(
+    session, monkeypatch, scales, bias
+):
+    # Whatever is faster here: ours, so that the layers are replaced.
+    monkeypatch.setattr(speeds, "why_not_cold", lambda _: "")
+    monkeypatch.setattr(speeds, "times", lambda _: tuple(speeds.Timed(n, 1.0, 2.0) for n in speeds.TOKENS))
+    model = make_fp8_model(scales, 2, bias=bias)
+    found = dict(dense_layers(model, fp8=True))
+    assert len(found) == 2, "vLLM holds them otherwise than its source says"
+    want = {tokens: [layer(inputs(tokens)[1])[0] for layer in model.layers] for tokens in (1, 3, 8, 9, 64)}
+    entry = install(session, model)
+    assert (entry.applied, entry.why_not) == (True, "")
+    for tokens, stock in want.items():
+        x = inputs(tokens)[1]
+        ours = [layer(x)[0] for layer in model.layers]
+        for layer, got, theirs in zip(found.values(), ours, stock, strict=True):
+            if tokens > 8:
+                assert torch.equal(got, theirs)
+                continue
+            exact = layer.exact(x)
+            off, of_theirs = ((each.float() - exact).norm() / exact.norm() for each in (got, theirs))
+            assert off < 2.0**-8
+            assert of_theirs < 0.1
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model.layers[0](x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = model.layers[0](x)[0]
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, ours[0])
+    assert entry.ran
+
+
+@pytest.mark.usefixtures("in_fp8")
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_worker_measures_layers_in_fp8_beside_vllms_kernel_with_its_quantisation(session, scales):
+    entry = install(session, make_fp8_model(scales, 24))
+    print(entry.found or entry.why_not)
+    assert f"[{HIDDEN} x {HEADS * HEAD}] of 24" in (entry.found or entry.why_not)
+    assert "vLLM's FP8" in (entry.found or entry.why_not)
     assert "fallback" not in entry.why_not

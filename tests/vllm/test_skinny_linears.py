@@ -24,21 +24,22 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-    from moe_optimizer.vllm_plugin.linears import op, skinny_linears, speeds
+    from moe_optimizer.ops.skinny_gemm import skinny_gemm
+    from moe_optimizer.vllm_plugin.linears import dense_layers, op, speeds
 
     made: list[int] = []
 
-    def multiply(x: Any, w: Any, bias: Any) -> Any:
+    def multiply(x: Any, w: Any, bias: Any, scale: Any = None) -> Any:
         made.append(x.shape[0])
-        return torch.nn.functional.linear(x, w, bias)
+        return skinny_gemm(x, w, bias, scale=scale)
 
     without_ranks(monkeypatch)
     # As on GPUs: vLLM's CPU build multiplies by another function, of weights that it packs.
     monkeypatch.setattr(linear, "dispatch_unquantized_gemm", lambda *_: default_unquantized_gemm)
-    for module in (op, skinny_linears):
+    for module in (op, dense_layers):
         monkeypatch.setattr(module, "multiply", multiply)
-    monkeypatch.setattr(skinny_linears, "why_no_kernel", lambda _: None)
-    monkeypatch.setattr(speeds, "why_not_cold", lambda weights: "" if len(weights) > 1 else "only one")
+    monkeypatch.setattr(dense_layers, "why_no_kernel", lambda _: None)
+    monkeypatch.setattr(speeds, "why_not_cold", lambda layers: "" if len(layers) > 1 else "only one")
     monkeypatch.setattr(speeds, "times", lambda _: tuple(speeds.Timed(n, n / MOST * 0.97, 1.0) for n in speeds.TOKENS))
     return made
 
@@ -128,8 +129,8 @@ def test_the_op_in_a_compiled_graph_does_not_depend_on_what_was_chosen(session, 
 def test_shapes_for_which_it_is_not_faster_stay_as_they_are(session, products, monkeypatch):
     from moe_optimizer.vllm_plugin.linears import speeds
 
-    def times(weights: Any) -> Any:
-        return (speeds.Timed(1, 0.8 if weights[0][0].shape == (HIDDEN, HIDDEN) else 1.0, 1.0),)
+    def times(layers: Any) -> Any:
+        return (speeds.Timed(1, 0.8 if layers[0].w.shape == (HIDDEN, HIDDEN) else 1.0, 1.0),)
 
     monkeypatch.setattr(speeds, "times", times)
     model = make_model()
@@ -154,9 +155,9 @@ def test_where_nothing_is_faster_the_pass_is_not_applied_and_says_the_times(sess
 
 
 def test_a_wrong_kernel_leaves_every_layer_as_it_was(session, products, monkeypatch):
-    from moe_optimizer.vllm_plugin.linears import skinny_linears
+    from moe_optimizer.vllm_plugin.linears import dense_layers
 
-    monkeypatch.setattr(skinny_linears, "multiply", lambda x, w, bias: torch.nn.functional.linear(x, w, bias) * 1.1)
+    monkeypatch.setattr(dense_layers, "multiply", lambda x, w, bias, _: torch.nn.functional.linear(x, w, bias) * 1.1)
     model = make_model()
     entry = install(session, model)
     assert not entry.applied

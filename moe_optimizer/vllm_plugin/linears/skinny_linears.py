@@ -1,24 +1,24 @@
-"""Puts our kernel for few tokens into the dense layers of a loaded model, where it is faster than cuBLAS there.
+"""Puts our kernel for few tokens into the dense layers of a loaded model, where it is faster than vLLM's product there.
 
-vLLM has no place for it. A layer's quantisation method multiplies; it is one object of each layer, and that of an
-unquantised layer is replaced by one that calls our op. What is faster is measured here, on the model's own weights: a
-table would need the shapes of all models and of all their parts under tensor parallelism. Ranks need not agree, as each
-multiplies its own part, and what they exchange they all receive alike.
+vLLM has no place for it. A layer's quantisation method multiplies; it is one object of each layer, and that of a
+layer in BF16 or FP8 is replaced by one that calls our op. What is faster is measured here, on the model's own weights:
+a table would need the shapes of all models and of all their parts under tensor parallelism. Ranks need not agree, as
+each multiplies its own part, and what they exchange they all receive alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
-from moe_optimizer.ops.kernel_arguments import SkinnyGemm
-from moe_optimizer.ops.skinny_gemm import multiply, why_no_kernel
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.vllm_plugin.compat import why_changed
-from moe_optimizer.vllm_plugin.linears import SKINNY_PASS, op, speeds
+from moe_optimizer.vllm_plugin.linears import SKINNY_PASS, fp8_layers, op, speeds
+from moe_optimizer.vllm_plugin.linears.dense_layers import DenseLayer, dense_layers
 from moe_optimizer.vllm_plugin.session import PluginSession
 
 logger = get_logger(__name__)
@@ -35,24 +35,29 @@ RELIED_ON: Mapping[str, Mapping[str, str]] = {
 """What of vLLM this replaces or counts on -> versions -> `compat.fingerprint` of its source."""
 _RELATIVE = 2.0**-6
 """Chosen: both round once to BF16, and cuBLAS a second time where it splits K."""
+_OF_ROUNDED_TOKENS = 0.1
+"""Chosen: norm of the difference over that of the product. vLLM's FP8 products round the tokens to E4M3, which changes
+them by 4.7 % (docs/kernels.md); a scale that is read otherwise than vLLM does changes them by far more."""
 
 
 def install_skinny_linears(session: PluginSession, worker: Any) -> None:
     """Have our kernel multiply in each dense layer of a loaded model for which it is faster.
 
+    Layers in FP8 are among them only where the pass was asked for: vLLM rounds their tokens, and no record has a gain.
     Called before the model's first forward, which may be compiled.
 
     Raises:
         RequiredNotAppliedError: no layer gets it, and the plan requires the pass. Any other failure leaves the model as
             it is, with the reason in the proof.
     """
-    if session.wanted(SKINNY_PASS) is None or session.proof.passes[SKINNY_PASS].why_not:
+    decision = session.wanted(SKINNY_PASS)
+    if decision is None or session.proof.passes[SKINNY_PASS].why_not:
         return
     try:
         reason = why_changed(RELIED_ON) or _why_not(worker.vllm_config)
         if not reason:
             with torch.inference_mode():
-                reason = _installed(session, worker.model_runner.get_model())
+                reason = _installed(session, worker.model_runner.get_model(), fp8=decision.wish is Wish.ON)
     except RequiredNotAppliedError:
         raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
@@ -72,28 +77,30 @@ def _why_not(vllm_config: Any) -> str:
     return ""
 
 
-def _installed(session: PluginSession, model: torch.nn.Module) -> str:
+def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> str:
     """Measure, choose and replace; return why no layer gets the kernel, or ""."""
-    layers = dict(dense_layers(model))
+    without_fp8 = why_changed(fp8_layers.RELIED_ON) if fp8 else ""
+    layers = dict(dense_layers(model, fp8=fp8 and not without_fp8))
+    left = f"; layers in FP8 are left to vLLM: {without_fp8}" if without_fp8 else ""
     if not layers:
-        return "the model has no dense layers in BF16 that are not quantised"
-    by_shape: dict[op.Shape, list[str]] = {}
+        return f"the model has no dense layers that the kernel covers, in {'BF16 or FP8' if fp8 else 'BF16'}{left}"
+    by_kind: dict[op.Kind, list[str]] = {}
     for name, layer in layers.items():
-        by_shape.setdefault(_shape(layer), []).append(name)
-    max_tokens: dict[op.Shape, int] = {}
+        by_kind.setdefault(layer.kind, []).append(name)
+    max_tokens: dict[op.Kind, int] = {}
     said = []
-    for shape, names in by_shape.items():
+    for kind, names in by_kind.items():
         most, words = _chosen([layers[name] for name in names])
-        said.append(f"{names[0].rpartition('.')[2]} [{shape[0]} x {shape[1]}] of {len(names)}: {words}")
+        said.append(f"{names[0].rpartition('.')[2]} [{kind[0]} x {kind[1]}] of {len(names)}: {words}")
         if most:
-            max_tokens[shape] = most
-    found = "; ".join(said)
+            max_tokens[kind] = most
+    found = f"{'; '.join(said)}{left}"
     logger.info("%s: %s", SKINNY_PASS, found)
     if not max_tokens:
-        return f"it is not faster than cuBLAS for any layer: {found}"
-    covered = {name: layer for name, layer in layers.items() if _shape(layer) in max_tokens}
+        return f"it is not faster than vLLM's product for any layer: {found}"
+    covered = {name: layer for name, layer in layers.items() if layer.kind in max_tokens}
     for name, layer in covered.items():
-        wrong = why_wrong(layer, max_tokens[_shape(layer)])
+        wrong = why_wrong(layer, max_tokens[layer.kind])
         if wrong:
             return f"{name}: {wrong}"
 
@@ -101,68 +108,53 @@ def _installed(session: PluginSession, model: torch.nn.Module) -> str:
         op.chosen.on_use = None
         session.ran(SKINNY_PASS)
 
+    # Of all layers: a graph that vLLM kept on disk may call the op for one that this process leaves to vLLM.
+    op.chosen.stock = {layer.kind: layer.stock_product for layer in layers.values() if layer.scale is not None}
     op.chosen.max_tokens, op.chosen.on_use = max_tokens, used
-    from moe_optimizer.vllm_plugin.linears.method import SkinnyLinearMethod
-
     for layer in covered.values():
-        layer.quant_method = SkinnyLinearMethod(layer.quant_method)
+        _replace(layer)
     session.applied(SKINNY_PASS, kernel=KERNEL, isa=ISA)
     session.proof.passes[SKINNY_PASS].found = found
     return ""
 
 
-def dense_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that vLLM multiplies by cuBLAS in BF16, by name, in the model's order.
+def _replace(layer: DenseLayer) -> None:
+    from moe_optimizer.vllm_plugin.linears.method import SkinnyLinearMethod, skinny_fp8_method
 
-    Not replicated ones, such as gates: their products are small, and the choice of experts hangs on them.
-    """
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
-    from vllm.model_executor.layers.utils import default_unquantized_gemm
-
-    modules: Iterable[tuple[str, Any]] = model.named_modules()  # vLLM's own attributes, which torch does not declare
-    for name, layer in modules:
-        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            continue
-        if type(layer.quant_method) is not UnquantizedLinearMethod:
-            continue
-        # From 0.32 on the user can have another backend multiply.
-        if getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm) is not default_unquantized_gemm:
-            continue
-        if _covers(cast("torch.Tensor", layer.weight), cast("torch.Tensor | None", layer.bias)):
-            yield name, layer
+    module = layer.module
+    if layer.scale is None:
+        module.quant_method = SkinnyLinearMethod(module.quant_method)
+    else:
+        module.quant_method = skinny_fp8_method(module.quant_method, is_transposed=module.weight is not layer.w)
 
 
-def _covers(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    rows, depth = weight.shape
-    call = SkinnyGemm(weight.new_empty((1, depth)), weight, bias, weight.new_empty((1, rows)))
-    return why_no_kernel(call) is None
-
-
-def _shape(layer: Any) -> op.Shape:
-    return layer.weight.shape[0], layer.weight.shape[1]
-
-
-def _chosen(layers: Sequence[Any]) -> tuple[int, str]:
-    """Return up to how many tokens our kernel computes layers of one shape, and why in words."""
-    weights = [(layer.weight, layer.bias) for layer in layers]
-    reason = speeds.why_not_cold(weights)
+def _chosen(layers: Sequence[DenseLayer]) -> tuple[int, str]:
+    """Return up to how many tokens our kernel computes layers of one kind, and why in words."""
+    stock = layers[0].stock_name
+    reason = speeds.why_not_cold(layers)
     if reason:
-        return 0, f"cuBLAS, {reason}"
-    timed = speeds.times(weights)
+        return 0, f"{stock}, {reason}"
+    timed = speeds.times(layers)
     most = speeds.faster_up_to(timed)
-    shown = ", ".join(f"{each.ours_us:.1f} us for {each.cublas_us:.1f} at {each.tokens}" for each in timed)
-    return most, f"{f'ours up to {most}' if most else 'cuBLAS'} ({shown})"
+    shown = ", ".join(f"{each.ours_us:.1f} us for {each.stock_us:.1f} at {each.tokens}" for each in timed)
+    if not most:
+        return most, f"{stock} ({shown})"
+    return most, f"ours up to {most} ({shown}{'' if layers[0].scale is None else f', {stock}'})"
 
 
-def why_wrong(layer: Any, max_tokens: int) -> str:
-    """Return in what the kernel differs from cuBLAS on a layer's own weight, or ""."""
-    weight, bias = layer.weight, layer.bias
-    g = torch.Generator(device=weight.device).manual_seed(0)
-    for tokens in {1, max_tokens}:
-        x = torch.randn(tokens, weight.shape[1], device=weight.device, generator=g).to(weight.dtype)
-        theirs = torch.nn.functional.linear(x, weight, bias).float()
-        ours = multiply(x, weight, bias).float()
-        off = (ours - theirs).abs().amax(-1)
-        if not (off <= _RELATIVE * theirs.abs().amax(-1)).all():
-            return f"differs from cuBLAS by {float(off.max()):.2g} at {tokens} tokens"
+def why_wrong(layer: DenseLayer, max_tokens: int) -> str:
+    """Return in what the kernel differs from plain torch on a layer's own weight, or ""."""
+    w = layer.w
+    g = torch.Generator(device=w.device).manual_seed(0)
+    for tokens in sorted({1, max_tokens}):
+        x = torch.randn(tokens, w.shape[1], device=w.device, generator=g).bfloat16()
+        exact = layer.exact(x)
+        off = (layer.ours(x).float() - exact).abs().amax(-1)
+        if not (off <= _RELATIVE * exact.abs().amax(-1)).all():
+            other = "cuBLAS" if layer.scale is None else "torch"
+            return f"differs from {other} by {float(off.max()):.2g} at {tokens} tokens"
+        if layer.scale is not None:
+            apart = (layer.stock(x).float() - exact).norm() / exact.norm()
+            if not apart <= _OF_ROUNDED_TOKENS:
+                return f"vLLM's product differs from that of weight and scales by {float(apart):.1%}"
     return ""

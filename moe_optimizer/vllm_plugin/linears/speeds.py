@@ -1,4 +1,4 @@
-"""Times our kernel beside cuBLAS on a model's own weights while a worker loads."""
+"""Times our kernel beside stock vLLM's product on a model's own weights while a worker loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.skinny_gemm import multiply
+from moe_optimizer.vllm_plugin.linears.dense_layers import DenseLayer
 
 TOKENS = (1, 2, 4, 8)
 """For which both are timed; what wins at two neighbours wins between them."""
@@ -17,11 +17,7 @@ _COLD_BYTES = 160 << 20
 _MAX_CALLS = 32
 _REPETITIONS = 7
 _MARGIN = 0.97
-"""Chosen: ours has to take at most so much of cuBLAS's time, so that noise does not choose."""
-
-Weight = tuple[Tensor, Tensor | None]
-"""A weight and its bias."""
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Chosen: ours has to take at most so much of the other's time, so that noise does not choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +26,27 @@ class Timed:
 
     tokens: int
     ours_us: float
-    cublas_us: float
+    stock_us: float
 
     @property
     def is_faster(self) -> bool:
         """Whether ours is faster by more than noise."""
-        return self.ours_us <= _MARGIN * self.cublas_us
+        return self.ours_us <= _MARGIN * self.stock_us
 
 
-def why_not_cold(weights: Sequence[Weight]) -> str:
-    """Return why weights of one shape cannot be timed as a model reads them, or ""."""
-    held = sum(_bytes(w) for w, _ in weights)
+def why_not_cold(layers: Sequence[DenseLayer]) -> str:
+    """Return why the weights of layers of one kind cannot be timed as a model reads them, or ""."""
+    held = sum(_bytes(layer.w) for layer in layers)
     if held >= _COLD_BYTES:
         return ""
-    return f"{held >> 20} MiB of {len(weights)} such layers stay in L2 when only they are read"
+    return f"{held >> 20} MiB of {len(layers)} such layers stay in L2 when only they are read"
 
 
-def times(weights: Sequence[Weight]) -> tuple[Timed, ...]:
-    """Time both on weights of one shape, from few tokens on, up to where ours is not faster."""
+def times(layers: Sequence[DenseLayer]) -> tuple[Timed, ...]:
+    """Time both on layers of one kind, from few tokens on, up to where ours is not faster."""
     found = []
     for tokens in TOKENS:
-        found.append(_timed(weights, tokens))
+        found.append(_timed(layers, tokens))
         if not found[-1].is_faster:
             break
     return tuple(found)
@@ -61,16 +57,17 @@ def faster_up_to(timed: Sequence[Timed]) -> int:
     return max((each.tokens for each in timed if each.is_faster), default=0)
 
 
-def _timed(weights: Sequence[Weight], tokens: int) -> Timed:
-    cold = _cold(weights)
-    source = torch.randn(tokens, cold[0][0].shape[1], device=cold[0][0].device).to(cold[0][0].dtype)
+def _timed(layers: Sequence[DenseLayer], tokens: int) -> Timed:
+    cold = _cold(layers)
+    w = cold[0].w
+    source = torch.randn(tokens, w.shape[1], device=w.device).bfloat16()
     x = torch.empty_like(source)
 
-    def captured(product: Product) -> torch.cuda.CUDAGraph:
+    def captured(product: Callable[[DenseLayer, Tensor], Tensor]) -> torch.cuda.CUDAGraph:
         # What makes the tokens stands between two products, as in a model: without it the one would overlap the other.
-        return _captured([lambda weight=weight: (x.copy_(source), product(x, *weight)) for weight in cold])
+        return _captured([lambda layer=layer: (x.copy_(source), product(layer, x)) for layer in cold])
 
-    graphs = (captured(multiply), captured(torch.nn.functional.linear))
+    graphs = (captured(DenseLayer.ours), captured(DenseLayer.stock))
     samples: tuple[list[float], list[float]] = ([], [])
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for repetition in range(_REPETITIONS + 1):  # the first one warms up
@@ -82,18 +79,18 @@ def _timed(weights: Sequence[Weight], tokens: int) -> Timed:
             if repetition:
                 found.append(1000 * start.elapsed_time(end) / len(cold))
     # The least: other servers may load on this GPU at the same time.
-    ours, cublas = map(min, samples)
-    return Timed(tokens, ours, cublas)
+    ours, stock = map(min, samples)
+    return Timed(tokens, ours, stock)
 
 
-def _cold(weights: Sequence[Weight]) -> Sequence[Weight]:
-    """Return the first ones that are more than L2 holds together."""
+def _cold(layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
+    """Return the first ones whose weights are more than L2 holds together."""
     held = 0
-    for count, (w, _) in enumerate(weights, start=1):
-        held += _bytes(w)
+    for count, layer in enumerate(layers, start=1):
+        held += _bytes(layer.w)
         if held >= _COLD_BYTES or count == _MAX_CALLS:
-            return weights[:count]
-    return weights
+            return layers[:count]
+    return layers
 
 
 def _bytes(weight: Tensor) -> int:
