@@ -17,11 +17,12 @@ _RECORDS = (
     "benchmarks/records/2026-11-27_h100_skinny_gemm.json",
     "benchmarks/records/2026-11-27_h100_skinny_one_client.json",
 )
+_FP8_FORM = "weights in FP8 are multiplied with BF16 tokens, by a form that is compiled, not run on a GPU"
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
 
 
 class SkinnyGemm(OptimizationPass):
-    """Products of few tokens with dense BF16 weights (attention's projections, dense MLPs) by our kernel.
+    """Products of few tokens with dense weights (attention's projections, dense MLPs) by our kernel, in BF16 or FP8.
 
     The worker times both at load, on the model's own weights, and takes ours for a shape and up to as many tokens as it
     was faster for. Shapes differ by model and by tensor parallelism, and a table would have to know them all.
@@ -31,13 +32,13 @@ class SkinnyGemm(OptimizationPass):
     flag = "skinny-gemm"
     title = "products of few tokens with dense weights by our kernel"
     limits = (
-        f"Hopper, BF16 weights that are not quantised, up to {MAX_TOKENS} tokens of a step, where each worker measures "
-        "it faster while it loads; sums in another order than cuBLAS's"
+        f"Hopper, BF16 weights, and FP8 ones where it is asked for; up to {MAX_TOKENS} tokens of a step, where each "
+        "worker measures it faster while it loads; sums in another order than cuBLAS's"
     )
     no_gain = "what a server gains was measured with one client and layers of Qwen3-30B-A3B only"
 
     def why_not(self, ctx: PlanContext) -> str:
-        """Needs the kernel, a GPU that it is built for, and BF16 weights that nothing else multiplies."""
+        """Needs the kernel, a GPU that it is built for, and BF16 tokens that nothing else multiplies."""
         kernels = ctx.software.kernels
         if ctx.device == "cpu":
             return "the kernel runs on GPUs only"
@@ -55,32 +56,37 @@ class SkinnyGemm(OptimizationPass):
             return "--enable-lora: vLLM adds adapters to the products of its own linear layers"
         if _BATCH_INVARIANT in ctx.software.kernel_environment.split():
             return f"{_BATCH_INVARIANT}: every number of tokens has to take the same kernel"
-        if _dense_weights_are_fp8(ctx):
-            return "the dense weights are converted to FP8, and the kernel reads BF16"
         return ""
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Use it where it is asked for, and by itself on one GPU: no server on several was measured."""
+        """Use it where it is asked for, and by itself on one GPU in BF16: no other server was measured."""
         wish, origin = ctx.wish(self.name)
+        fp8 = _dense_weights_are_fp8(ctx)
         if wish is not Wish.ON:
             if ctx.parallelism.num_devices > 1:
                 return self.when_off(ctx, f"not measured on several GPUs; --enable-{self.flag} switches it on")
+            if fp8:
+                unmeasured = "products with dense weights in FP8 did not run on a GPU, so vLLM's compute"
+                return self.when_off(ctx, f"{unmeasured}; --enable-{self.flag} switches it on")
             if ctx.model.quant_method not in _DENSE_IN_BF16:
                 return self.when_off(ctx, f"the checkpoint is quantised ({ctx.model.quant_method})")
         gained = "a server with one client gained by the form before this one"
         why = f"asked for by {origin}" if wish is Wish.ON else gained
+        other = f"vLLM's product; {_FP8_FORM}" if fp8 else "cuBLAS"
         return self.decision(
             ctx,
             Status.ON,
             f"up to {MAX_TOKENS} tokens",
-            f"{why}; each worker checks and times it at load, and keeps it where it is faster than cuBLAS",
+            f"{why}; each worker checks and times it at load, and keeps it where it is faster than {other}",
             Applier.PLUGIN,
-            evidence=_RECORDS,
+            evidence=() if fp8 else _RECORDS,
         )
 
 
 def _dense_weights_are_fp8(ctx: PlanContext) -> bool:
-    """Return whether the plan or an argument of vLLM's converts the weights beside the experts."""
+    """Return whether weights beside the experts are, or may be, in FP8: of the checkpoint, by the plan, by argument."""
+    if ctx.model.quant_method is not None:
+        return ctx.model.weights_are_fp8
     fp8 = ctx.params(Fp8Params)
-    pinned = ctx.model.quant_method is None and "fp8" in (ctx.pinned.value("--quantization") or "")
-    return pinned or (fp8 is not None and fp8.linear_bits is not None)
+    pinned = ctx.pinned.value("--quantization") or ""
+    return "fp8" in pinned or pinned == "online" or (fp8 is not None and fp8.linear_bits is not None)

@@ -1,4 +1,4 @@
-"""Products of few tokens with dense weights: only where they are asked for, and where the kernel fits."""
+"""Products of few tokens with dense weights: where the kernel fits; in FP8 only where they are asked for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.builders import (
     gpus,
     profile_with,
     qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
     qwen3_30b_a3b_int4,
     software,
 )
@@ -50,16 +51,39 @@ def test_not_asked_for_it_is_on_with_one_gpu_and_dense_weights_in_bf16():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"pinned": {"--quantization": "fp8"}},
+        {"pinned": {"--quantization": "online"}},
+        {"passes": {"fp8": {"mode": "on"}}},
+        {"model": qwen3_30b_a3b_fp8()},
+    ],
+    ids=["FP8 argument", "online argument", "FP8 pass", "FP8 checkpoint"],
+)
+def test_dense_weights_in_fp8_are_multiplied_by_it_only_where_it_is_asked_for(changes):
+    asked = decide(**changes)
+    assert asked.status is Status.ON
+    assert "not run on a GPU" in asked.reason
+    assert asked.evidence == ()
+    by_itself = decide(wishes={}, **changes)
+    assert (by_itself.status, "FP8" in by_itself.reason) == (Status.OFF, True)
+
+
+def test_where_fp8_has_the_experts_alone_the_dense_weights_are_in_bf16():
+    experts_alone = {"passes": {"fp8": {"mode": "on", "linears": "off"}}}
+    decision = decide(wishes={}, **experts_alone)
+    assert (decision.status, decision.evidence != ()) == (Status.ON, True)
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"hardware": cpu_machine()}, "GPUs only"),
         ({"hardware": gpus("a100_80gb", 1)}, "found 8.0"),
         ({"dtype": "float16"}, "float16"),
         ({"pinned": {"--enable-lora": ""}}, "--enable-lora"),
-        ({"pinned": {"--quantization": "fp8"}}, "FP8"),
-        ({"passes": {"fp8": {"mode": "on"}}}, "FP8"),
     ],
-    ids=["CPU", "Ampere", "FP16", "LoRA", "FP8 argument", "FP8 pass"],
+    ids=["CPU", "Ampere", "FP16", "LoRA"],
 )
 def test_where_it_cannot_be_the_reason_is_said(changes, reason):
     decision = decide(**changes)
