@@ -23,7 +23,6 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent), str(ROOT / "ben
 SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096)}
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 2048, 8192)
 COPIES = 8
-BLOCK = 128
 
 
 def main() -> int:
@@ -64,41 +63,16 @@ def _measured(name: str, rows: int, columns: int) -> list[dict[str, Any]]:
 def _kernels(x: Any, weights: list[Any]) -> dict[str, Callable[[int], Any]]:
     """Return, by name, what multiplies x with a copy of the weight."""
     import torch
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-    from vllm.utils import deep_gemm
+    from fp8_products import cutlass, cutlass_block, deep_gemm, quantised
 
-    channels = [_quantised(weight, 1, weight.shape[1]) for weight in weights]
-    blocks = [_quantised(weight, BLOCK, BLOCK) for weight in weights]
-    out = torch.empty(x.shape[0], weights[0].shape[0], device="cuda", dtype=torch.bfloat16)
-
-    def cutlass_channel(copy: int) -> None:
-        q, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-        ops.cutlass_scaled_mm(q, channels[copy][0].t(), scale, channels[copy][1], torch.bfloat16)
-
-    def cutlass_block(copy: int) -> None:
-        q, scale = per_token_group_quant_fp8(x, BLOCK, column_major_scales=True)
-        ops.cutlass_scaled_mm(q, blocks[copy][0].t(), scale, blocks[copy][1].t(), torch.bfloat16)
-
-    def deep_gemm_block(copy: int) -> None:
-        q, scale = per_token_group_quant_fp8(x, BLOCK, column_major_scales=True, use_ue8m0=False)
-        deep_gemm.fp8_gemm_nt((q, scale), blocks[copy], out, is_deep_gemm_e8m0_used=False)
-
+    channels = [quantised(weight, "channel") for weight in weights]
+    blocks = [quantised(weight, "block") for weight in weights]
     return {
         "bf16": lambda copy: torch.mm(x, weights[copy].t()),
-        "cutlass_channel": cutlass_channel,
-        "cutlass_block": cutlass_block,
-        "deep_gemm_block": deep_gemm_block,
+        "cutlass_channel": lambda copy: cutlass(x, *channels[copy]),
+        "cutlass_block": lambda copy: cutlass_block(x, *blocks[copy]),
+        "deep_gemm_block": lambda copy: deep_gemm(x, *blocks[copy]),
     }
-
-
-def _quantised(weight: Any, rows: int, columns: int) -> tuple[Any, Any]:
-    """Return a weight in E4M3 and its FP32 scales, one per block of that size."""
-    import torch
-
-    blocks = weight.float().view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-    return (blocks / scale).view(weight.shape).to(torch.float8_e4m3fn), scale[:, 0, :, 0].contiguous()
 
 
 def _graph_us(call: Callable[[int], Any]) -> float:
