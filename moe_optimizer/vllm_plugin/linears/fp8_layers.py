@@ -88,7 +88,7 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
     if tuple(w.shape) != size or scale.dtype != torch.float32:
         return None
     if of_blocks:
-        fits = layer.weight_block_size == _BLOCK and list(scale.shape) == [-(-each // 128) for each in size]
+        fits = list(layer.weight_block_size) == _BLOCK and list(scale.shape) == [-(-each // 128) for each in size]
     else:
         fits = scale.numel() == 1 or (scale.numel() == size[0] == scale.shape[0])
     return Fp8Weight(w, scale, _product(kernel, of_blocks), type(kernel).__name__) if fits else None
