@@ -89,12 +89,12 @@ between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS
 four H100. Hosts differ: the same shape had 62 and 78 in other starts. vLLM starts one such process, or as many as a
 server has copies on a machine (--api-server-count)."""
 FRONT_END_BUSY = 0.5
-"""Chosen: of a step of decoding, that a plan keeps an API server busy at most, where it may start more of them. Some
-hosts take nearly twice FRONT_END_TOKEN_US (benchmarks/records/2026-11-27_h100_x2_layouts_deepseek_v2.json). With
-slices on four H100 and 128 clients one would be busy for 0.43 of a step, and four had 8 % more tokens/s
+"""Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Some hosts take
+nearly twice FRONT_END_TOKEN_US (benchmarks/records/2026-11-27_h100_x2_layouts_deepseek_v2.json). With slices on four
+H100 and 128 clients one would be busy for 0.43 of a step, and four had 8 % more tokens/s
 (benchmarks/records/2026-11-26_h100_x4_layouts.json)."""
 MOST_API_SERVERS = 4
-"""Of a server with fewer copies: as many were measured there."""
+"""Chosen: the most that a plan gives a server with fewer copies; more were not measured."""
 FRONT_END_REQUEST_US = 1000.0
 """Of each request in the same process, besides its prompt: chosen, with the next. Prompts of 128 tokens are read as
 fast as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both take 2 ms of one at most."""

@@ -18,8 +18,8 @@ _MIXED = 0.05
 """Chosen: what slices and copies in one server must bring more than all else. Of both together nothing was measured,
 and of what was measured the model's mean error is about as much."""
 _LATE = 0.05
-"""Chosen, as the error of the model: what copies must bring in time per output token, where that alone counts. Each
-copy reads its prompts alone, so first tokens take several times as long as with slices."""
+"""Chosen, about the model's error: the least gain in time per output token for which copies are taken where that time
+alone counts. Each copy reads its prompts alone, so first tokens take several times as long as with slices."""
 _FEW = 0.05
 """Chosen: of the clients, that may wait for room without that counting against a layout. Room for them all is seldom
 needed, because requests are of all lengths between a prompt's and their last."""

@@ -140,8 +140,8 @@ class _Loop:
         self._others, self._others_us = 0, 0.0
 
     def _read_in_steps(self, taking_us: float) -> None:
-        """Work out in how many steps the other prompts are read, and for how long: a step takes what it has room for of
-        those that came in during the one before.
+        """Set in how many steps the other prompts are read, and how long those take: a step reads, as far as it has
+        room, the prompts that came in during the step before.
         """
         prompt, others = self._question.input_tokens, self._running - 1
         self._others = math.ceil(others * prompt / self._room)
@@ -154,9 +154,11 @@ class _Loop:
             self._others += 1
 
     def api_servers(self) -> int:
-        """Return how many API servers a server has where nobody says it: vLLM's own number, one for each copy, or where
-        a plan may start more, the fewest that send tokens out in a part of a step. Not of a server over several
-        machines: vLLM refuses the argument on those that only compute; nor on one GPU, where no more were measured.
+        """Return how many API servers each server has where nobody sets the number.
+
+        vLLM starts one for each copy. Where a plan may start more, it is the fewest that are busy for at most
+        `FRONT_END_BUSY` of a decode step. A server over several machines keeps vLLM's number, because vLLM refuses the
+        argument on machines that only compute; so does a server on one GPU, where more were not measured.
         """
         layout, question = self.model.layout, self._question
         copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine

@@ -79,7 +79,7 @@ def _defined_names(node: ast.AST) -> set[str]:
 
 
 def why_changed(relied_on: Mapping[str, Mapping[str, str]]) -> str:
-    """Return what of the vLLM of this process is not as known, or "".
+    """Return what differs in the source of this process's vLLM from the versions that are known, or "".
 
     Args:
         relied_on: "module:name" -> versions -> `fingerprint` of its source; "": it is not there.
