@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.kernel_emulator import Emulator, build_emulator, compiled_emulation
+from tests.kernel_emulator import COMPILED_WITHIN_S, Emulator, build_emulator, compiled_emulation
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,11 @@ def skinny_emulator() -> ModuleType:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the quick check compile no emulation, which takes half a minute of processor time."""
+    """Have the quick check compile no emulation, which takes half a minute of processor time.
+
+    Whoever needs one may have to wait until another test worker has compiled all three.
+    """
     for item in items:
         if {"emulator", "gate_emulator", "skinny_emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.thorough)
+            item.add_marker(pytest.mark.timeout(3 * COMPILED_WITHIN_S))
