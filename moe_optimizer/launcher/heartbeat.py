@@ -10,6 +10,7 @@ import psutil
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.traffic import Traffic, read_traffic
 from moe_optimizer.proof.record import Proof
+from moe_optimizer.specs.quantity import number_of
 
 WARN_AFTER_S = 10.0
 """Chosen: a step takes milliseconds on GPUs and a few seconds on a CPU."""
@@ -90,7 +91,7 @@ class Heartbeat:
         """
         what = f"has made no progress for {stalled_s:.0f} s"
         if self._answers and self._engines:
-            what += f" with {self.unfinished} unfinished request{'' if self.unfinished == 1 else 's'}"
+            what += f" with {number_of(self.unfinished, 'unfinished request')}"
         named = {pid: self._named, **{proof.pid: named_role(proof.role) for proof in proofs}}
         stopped = [f"{name} {each} is stopped" for each, name in named.items() if _is_stopped(each)]
         slowest = min(self._progress_at, key=lambda name: self._progress_at[name])

@@ -10,6 +10,7 @@ from moe_optimizer.errors import ExitCode, MoeOptimizerError
 from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.stop_signals import StopRequestedError
+from moe_optimizer.specs.quantity import number_of
 
 
 class Served:
@@ -48,7 +49,7 @@ class Served:
         unfinished = self._over_servers([beat.unfinished for beat in self.heartbeats])
         if not unfinished:
             return ""
-        return f": finishing {_counted(unfinished, 'request')}, up to {limit_s:.0f} s; a second Ctrl-C does not wait"
+        return f": finishing {number_of(unfinished, 'request')}, up to {limit_s:.0f} s; a second Ctrl-C does not wait"
 
     @contextlib.contextmanager
     def summed_up(self, say: Callable[[str], None]) -> Iterator[None]:
@@ -65,10 +66,10 @@ class Served:
         finally:
             if self._ready_at is not None:
                 asked = self._earlier + self._requests() - self._before
-                again = f", {_counted(self.restarts, 'restart')}" if self.restarts else ""
+                again = f", {number_of(self.restarts, 'restart')}" if self.restarts else ""
                 lasted = _duration(time.monotonic() - self._ready_at)
                 with contextlib.suppress(OSError):
-                    say(f"served for {lasted}, {_counted(asked, 'request')}{again}, exit code {int(code)}")
+                    say(f"served for {lasted}, {number_of(asked, 'request')}{again}, exit code {int(code)}")
 
     def _read(self) -> None:
         for heartbeat in self.heartbeats:
@@ -81,10 +82,6 @@ class Served:
 
     def _over_servers(self, counts: list[int]) -> int:
         return max(counts, default=0) if self._together else sum(counts)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.warm_up_requests import Request, Shapes, groups_for
+from moe_optimizer.specs.quantity import number_of
 
 DEFAULT_LIMIT_S = 120.0
 """Chosen: the shapes of a round take some seconds on a GPU, compiling for them a minute or two on a first start."""
@@ -62,9 +63,8 @@ class WarmUpResult:
         short = "; the other shapes' kernels are in the caches of an earlier start" if self.short else whole
         end = short if self.settled else "; stopped before nothing compiled any more: a request may still wait for it"
         refused = f", {self.refused} refused" if self.refused else ""
-        return (
-            f"warmed up in {self.seconds:.0f} s: {self.requests} requests{refused}, {self.compiled} compilations{end}"
-        )
+        found = f"{number_of(self.requests, 'request')}{refused}, {number_of(self.compiled, 'compilation')}"
+        return f"warmed up in {self.seconds:.0f} s: {found}{end}"
 
 
 class WarmUp:
@@ -158,7 +158,8 @@ class WarmUp:
     def _send(self, name: str, requests: Sequence[Request]) -> int:
         """Send the requests of a group; return the number of the last one for which something was compiled."""
         began, last = time.monotonic(), 0
-        self._say(f"warming up: round {self._round}, {len(requests)} requests: {name}, {began - self._began:.0f} s")
+        sent = number_of(len(requests), "request")
+        self._say(f"warming up: round {self._round}, {sent}: {name}, {began - self._began:.0f} s")
         for count, request in enumerate(requests, 1):
             answered = _answered(self._clients, self._model, request, self._deadline, self._pause)
             self._refused += not answered

@@ -42,6 +42,11 @@ class Quantity:
         return f"{self.value:.4g} {self.unit} ({self.source.value}: {self.ref})"
 
 
+def number_of(count: int, what: str) -> str:
+    """Return "1 request" or "2 requests"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def bytes_in_words(count: float) -> str:
     """Return a size with three digits and its unit, for example "61.1 GB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):

@@ -190,6 +190,13 @@ def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(fake: 
     assert time.monotonic() - begin < 60
 
 
+def test_one_request_and_one_compilation_are_not_called_many() -> None:
+    said: list[str] = []
+    result = warmed_up(lambda sent: Kernels(compiled=min(len(sent), 1)), say=said.append)
+    assert result.in_words().endswith(f"{result.requests} requests, 1 compilation")
+    assert any(", 1 request: " in line for line in said if "round 2" in line), said
+
+
 def test_without_a_limit_nothing_is_asked(fake: Fake, tmp_path: Path) -> None:
     said = served(fake("compile"), tmp_path, 0.0)
     assert not any("warm" in line for line in said)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words
+from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words, number_of
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(Source, Source)))
@@ -32,3 +32,7 @@ def test_a_quantity_shows_its_source() -> None:
 )
 def test_a_size_has_three_digits_and_its_unit(count: float, words: str) -> None:
     assert bytes_in_words(count) == words
+
+
+def test_one_is_not_many():
+    assert [number_of(count, "request") for count in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
