@@ -12,3 +12,5 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("MOE_OPTIMIZER_"):
             monkeypatch.delenv(name)
+    # As without a terminal, however wide the one is in which the tests run.
+    monkeypatch.setenv("COLUMNS", "80")
