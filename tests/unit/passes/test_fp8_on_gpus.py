@@ -151,7 +151,8 @@ def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     # 768 / 8 = 96, filled up to 128.
     decision = on_gpu()
     assert decision.params_as(Fp8Params).stored_expert_bits == pytest.approx(8 * 128 / 96)
-    assert [warning[-5:] for warning in decision.warnings] == ["1.33x"]
+    (warning,) = decision.warnings
+    assert "1.33x" in warning
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
     filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile, layout="tp8")).memory
     whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile, layout="tp8")).memory
