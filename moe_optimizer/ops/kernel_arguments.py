@@ -141,6 +141,51 @@ def is_of_rows(w: Tensor, scale: Tensor) -> bool:
     return scale.dim() == 1 or (scale.shape[1] == 1 and scale.shape[0] == w.shape[0])
 
 
+class PagedDecode(NamedTuple):
+    """A call of `paged_decode`."""
+
+    q: Tensor
+    cache: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    scale: float
+    out: Tensor
+
+    def call(self, multiprocessors: int, workspace: int = 0, arrived: int = 0) -> tuple[Fields, int]:
+        """Return the arguments of `cuda_decode_layout` and the first of `cuda_decode_run`.
+
+        Args:
+            multiprocessors: of the GPU; the kernel fills them.
+            workspace: address of the bytes that the layout asks for; not needed for a layout.
+            arrived: address of K T zeroed words of 32 bits, which are zero again after the call; likewise.
+        """
+        tokens, heads, size = self.q.shape
+        fields: Fields = {
+            "q": self.q.data_ptr(),
+            "q_stride": self.q.stride(0) if tokens > 1 else heads * size,
+            "q_head_stride": self.q.stride(1) if heads > 1 else size,
+            "cache": self.cache.data_ptr(),
+            "block_stride": self.cache.stride(0),
+            "head_stride": self.cache.stride(1) if self.cache.shape[1] > 1 else 2 * size,
+            "key_stride": self.cache.stride(2),
+            "block_table": self.block_table.data_ptr(),
+            "table_stride": self.block_table.stride(0),
+            "lengths": self.lengths.data_ptr(),
+            "out": self.out.data_ptr(),
+            "out_stride": self.out.stride(0) if tokens > 1 else heads * size,
+            "out_head_stride": self.out.stride(1) if heads > 1 else size,
+            "workspace": workspace,
+            "arrived": arrived,
+            "num_tokens": tokens,
+            "num_heads": heads,
+            "num_kv_heads": self.cache.shape[1],
+            "head_size": size,
+            "block_size": self.cache.shape[2],
+            "scale": self.scale,
+        }
+        return fields, multiprocessors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaProblem:
     """The checked tensors of one call; small ones already contiguous, biases and scales already float32."""
