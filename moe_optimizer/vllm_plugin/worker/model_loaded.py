@@ -30,7 +30,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_specs = original(self)
         session.proof.served_model_name = str(self.vllm_config.model_config.served_model_name)
         session.proof.model_rank, session.proof.world_size = world()
-        replace_products(session, self)
+        replace_kernels(session, self)
         compile_sampling_kernels(self)
         count_steps(session)
         prove_flags(session, self, cache_specs)
@@ -42,22 +42,24 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_kv_cache_spec
 
 
-def replace_products(session: PluginSession, worker: Any) -> None:
-    """Have our launch choose the experts, and our kernel multiply with dense weights, where the plan has it.
+def replace_kernels(session: PluginSession, worker: Any) -> None:
+    """Have our kernels choose the experts, multiply with dense weights and attend, each where the plan has it.
 
     Raises:
-        RequiredNotAppliedError: the first failed on one rank of several, or the second failed and is required. Any
-            other failure leaves the model as it is.
+        RequiredNotAppliedError: the first failed on one rank of several, or another failed and is required. Any other
+            failure leaves the model as it is.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
         return
+    from moe_optimizer.vllm_plugin.attention.decode_attention import install_decode_attention
     from moe_optimizer.vllm_plugin.experts.fused_router import install_fused_routers
     from moe_optimizer.vllm_plugin.linears.skinny_linears import install_skinny_linears
 
     install_fused_routers(session, worker.model_runner.get_model())
     install_skinny_linears(session, worker)
+    install_decode_attention(session, worker)
 
 
 WORKER_MODEL_LOADED = Patch(
