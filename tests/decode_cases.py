@@ -26,6 +26,7 @@ def make_decode_case(
     device: str = "cpu",
     sharpness: float = 1.0,
     padding: int = 0,
+    new: bool = False,
     seed: int = 1,
 ) -> PagedDecode:
     """Return fresh random inputs with a poisoned output.
@@ -40,6 +41,7 @@ def make_decode_case(
         device: on a CPU each tensor ends where an unreadable page begins.
         sharpness: factor of the scores; large ones choose one key.
         padding: elements between tokens of q and of the output.
+        new: the last key of each request is given beside the cache, where its place holds `GARBAGE`.
         seed: of the numbers.
     """
     g = torch.Generator().manual_seed(seed)
@@ -60,18 +62,31 @@ def make_decode_case(
         flat = torch.arange(count * block_size) < length
         named[own.long()] = flat.view(count, block_size)
     logical.masked_fill_(~named[:, None, :, None], GARBAGE)
+    new_rows: tuple[Tensor, ...] = ()
+    if new:
+        last = torch.tensor(lengths).clamp(min=1) - 1
+        slots = table[torch.arange(len(lengths)), last // block_size].long() * block_size + last % block_size
+        slots[torch.tensor(lengths) == 0] = -1
+        # As a model's projection has them: behind the queries, keys and values of a token one after the other.
+        projected = place(torch.randn(len(lengths), 2 * kv_heads * size + padding, generator=g).bfloat16())
+        keys, values = (
+            projected[:, n * kv_heads * size :][:, : kv_heads * size].unflatten(1, (kv_heads, size)) for n in range(2)
+        )
+        there = slots >= 0
+        logical[slots[there] // block_size, :, slots[there] % block_size] = GARBAGE
+        new_rows = (keys, values, place(slots))
     cache = place(stored)
     rows = (len(lengths), heads * size + padding)
     q = place(torch.randn(rows, generator=g).bfloat16())[:, : heads * size].unflatten(1, (heads, size))
     out = place(torch.full(rows, float("nan")).bfloat16())[:, : heads * size].unflatten(1, (heads, size))
     return PagedDecode(
         q, cache.transpose(1, 2) if layout == "NHD" else cache, place(table),
-        place(torch.tensor(lengths, dtype=torch.int32)), sharpness * size**-0.5, out,
+        place(torch.tensor(lengths, dtype=torch.int32)), sharpness * size**-0.5, out, *new_rows,
     )  # fmt: skip
 
 
 def exact(call: PagedDecode) -> tuple[Tensor, Tensor]:
-    """The result in float64, and the same of the values' magnitudes."""
+    """The result in float64, and the same of the values' magnitudes. New keys are stored by then."""
     call = call._replace(**{name: getattr(call, name).cpu() for name in ("q", "cache", "block_table", "lengths")})
     heads, kv_heads, size = call.q.shape[1], call.cache.shape[1], call.q.shape[2]
     out = torch.zeros(2, *call.q.shape, dtype=torch.float64)

@@ -125,7 +125,19 @@ def metadata_of(call: PagedDecode, **changed: Any) -> Any:
 
 
 def attend(layer: Any, call: PagedDecode, metadata: Any) -> torch.Tensor:
-    """Forward as vLLM's op does it."""
+    """Store new keys, if the call has some, and attend, as vLLM's ops do it."""
+    from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+
+    if call.new_keys is not None and call.new_values is not None:
+        context = SimpleNamespace(
+            attn_metadata={layer.layer_name: metadata}, no_compile_layers={layer.layer_name: layer},
+            slot_mapping={layer.layer_name: call.slots},
+        )  # fmt: skip
+        layer.kv_cache = call.cache
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vllm.forward_context._forward_context", context)
+            unified_kv_cache_update(call.new_keys, call.new_values, layer.layer_name)
     return layer.impl.forward(
-        layer, call.q, None, None, call.cache, metadata, output=call.out, output_scale=None, output_block_scale=None
-    )
+        layer, call.q, call.new_keys, call.new_values, call.cache, metadata,
+        output=call.out, output_scale=None, output_block_scale=None,
+    )  # fmt: skip

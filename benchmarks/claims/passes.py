@@ -213,7 +213,8 @@ def _attention_of_a_step(record: Any) -> list[float]:
     rows = {row["group"]: row for row in stock["ledgers"][0]["rows"]}
     kernels = stock["profiles"][0]["kernels"]
     parts = [sum(each["us"] for each in kernels if name in each["name"]) for name in ("FwdSm90<", "FwdCombine<")]
-    return [stock["ledgers"][0]["context"], rows["attention"]["us"], *parts, rows["attention"]["least_us"]]
+    found = [stock["ledgers"][0]["context"], rows["attention"]["us"], *parts, rows["attention"]["least_us"]]
+    return [*found, *(each["us"] for each in kernels if "reshape_and_cache" in each["name"])]
 
 
 def _longer_step(record: Any, requests: str) -> list[float]:
@@ -371,7 +372,9 @@ CLAIMS = [
     Claim("docs/passes/decode_attention.md",
           "with one request and {512} tokens of context, attention takes {569} us of a decode step of Qwen3-30B-A3B in "
           "stock vLLM on one H100, {442} in FlashAttention-3's kernel and {125} in the one that merges\nits parts; "
-          "reading all keys and values at the data sheet's bandwidth takes {15} us", (_DECODE_STEP,),
+          "reading all keys and values at the data sheet's bandwidth takes {15} us "
+          "([record](../../benchmarks/records/2026-11-22_h100_decode_step.json)). The time goes to launches and to few "
+          "blocks with\nmuch to do each. Another launch stores each layer's new keys: {94} us.", (_DECODE_STEP,),
           _attention_of_a_step),
     Claim("docs/passes/norm_rope_fusion.md",
           "a token took {3.88} ms with it and {3.97} ms without: {1.02} times as fast ({1.00} to {1.03};",

@@ -6,7 +6,8 @@ Keys are cold: a graph has as many calls as read more than L2 holds, each on blo
 small kernel makes its queries, as in a model: a side's time less that of this kernel alone is what attention costs
 there.
   alone   queries, attention
-  layer   queries, the launch that writes the new key into the cache, attention, a copy of the result: as in a layer
+  layer   queries, the new keys go into the cache (theirs: vLLM's launch, or torch's; ours: in the launch of attention),
+          attention, a copy of the result: as in a layer
 FlashAttention is called as vLLM 0.26 does it in a captured graph (scheduler metadata made before, splits up to 32, the
 longest context as bound). Without vLLM for CUDA torch's scaled_dot_product_attention takes its place, on keys that
 are gathered before and stand there contiguous: then the record says so. Sides alternate. Times are microseconds without
@@ -142,30 +143,48 @@ class Step:
         last = call.lengths.long() - 1
         rows = torch.arange(tokens, device="cuda")
         self.blocks, self.places = call.block_table[rows, last // BLOCK].long(), last % BLOCK
-        self.new_keys = call.cache[self.blocks, :, self.places].clone()
+        self.new_keys, self.new_values = (
+            each.contiguous() for each in call.cache[self.blocks, :, self.places].chunk(2, dim=-1)
+        )
+        self.slots = self.blocks * BLOCK + self.places
         self.starts = torch.arange(tokens + 1, dtype=torch.int32, device="cuda")
         self.result = torch.empty_like(call.out)
+        self.scale = torch.ones((), device="cuda")  # of an FP8 cache
 
     def queries(self) -> Tensor:
         """Make the queries."""
         return self.call.q.copy_(self.source)
 
-    def write_keys(self) -> None:
-        """Write the new keys and values, as vLLM's launch before attention does."""
-        self.call.cache[self.blocks, :, self.places] = self.new_keys
-
-    def ours(self) -> Tensor:
+    def ours(self, what: str) -> Tensor:
         """Ours."""
         from moe_optimizer.ops.paged_decode import run_kernel
 
-        run_kernel(self.call)
+        new = (self.new_keys, self.new_values, self.slots) if what == "layer" else (None, None, None)
+        run_kernel(self.call._replace(new_keys=new[0], new_values=new[1], slots=new[2]))
         return self.call.out
 
-    def theirs(self) -> Tensor:
+    def store(self) -> None:
+        """Write the new keys and values, as vLLM's launch before attention does."""
+        import torch
+
+        call, size = self.call, self.call.q.shape[2]
+        if flash_attention() is None:
+            call.cache[self.blocks, :, self.places] = torch.cat((self.new_keys, self.new_values), dim=-1)
+            return
+        from vllm import _custom_ops as ops
+
+        keys, values = call.cache.transpose(1, 2).split(size, dim=-1)
+        ops.reshape_and_cache_flash(
+            self.new_keys, self.new_values, keys, values, self.slots, "auto", self.scale, self.scale
+        )  # fmt: skip
+
+    def theirs(self, what: str) -> Tensor:
         """FlashAttention as vLLM calls it, or torch's."""
         import torch
 
         call, module = self.call, flash_attention()
+        if what == "layer":
+            self.store()
         size = call.q.shape[2]
         if module is None:
             keys, values = self.scheduled
@@ -257,9 +276,7 @@ def measure(shape: Heads, tokens: int, length: int, repetitions: int, facts: dic
 def run(step: Step, side: str, what: str) -> Tensor:
     """Run what stands around attention, and attention of `side`; "rest": none."""
     step.queries()
-    if what == "layer":
-        step.write_keys()
-    out = step.call.out if side == "rest" else step.ours() if side == "ours" else step.theirs()
+    out = step.call.out if side == "rest" else step.ours(what) if side == "ours" else step.theirs(what)
     return step.result.copy_(out) if what == "layer" else out
 
 
@@ -272,12 +289,12 @@ def why_wrong(step: Step) -> str:
     step.queries()
     step.call.out.fill_(float("nan"))
     try:
-        first = step.ours().clone()
+        first = step.ours("alone").clone()
         torch.cuda.synchronize()
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    if not torch.equal(first, step.ours()):
-        return "not the same bits twice"
+    if not torch.equal(first, step.ours("layer")):
+        return "not the same bits with the new keys beside the cache"
     want = plain(step.call).float()
     off = (first.float() - want).abs().max().item()
     return "" if off <= 2.0**-6 * want.abs().max().item() else f"{off:.2e} from plain torch"

@@ -34,6 +34,14 @@ inline PagedDecodeLaunch paged_decode_launch(const PagedDecodeArgs& args, int mu
   expect_multiple("paged_decode: elements between heads of the cache", args.head_stride, 8);
   expect_multiple("paged_decode: elements between keys of the cache", args.key_stride, 8);
   expect_multiple("paged_decode: address of the cache", decode_address(args.cache), 16);
+  if (args.new_keys != nullptr) {
+    expect_multiple("paged_decode: elements between tokens of new_keys", args.new_key_stride, 8);
+    expect_multiple("paged_decode: elements between heads of new_keys", args.new_key_head_stride, 8);
+    expect_multiple("paged_decode: address of new_keys", decode_address(args.new_keys), 16);
+    expect_multiple("paged_decode: elements between tokens of new_values", args.new_value_stride, 8);
+    expect_multiple("paged_decode: elements between heads of new_values", args.new_value_head_stride, 8);
+    expect_multiple("paged_decode: address of new_values", decode_address(args.new_values), 16);
+  }
   expect_multiple("paged_decode: elements between tokens of the output", args.out_stride, 4);
   expect_multiple("paged_decode: elements between heads of the output", args.out_head_stride, 4);
   expect_multiple("paged_decode: address of the output", decode_address(args.out), 8);

@@ -150,6 +150,9 @@ class PagedDecode(NamedTuple):
     lengths: Tensor
     scale: float
     out: Tensor
+    new_keys: Tensor | None = None
+    new_values: Tensor | None = None
+    slots: Tensor | None = None
 
     def call(self, multiprocessors: int, workspace: int = 0, arrived: int = 0) -> tuple[Fields, int]:
         """Return the arguments of `cuda_decode_layout` and the first of `cuda_decode_run`.
@@ -161,9 +164,11 @@ class PagedDecode(NamedTuple):
         """
         tokens, heads, size = self.q.shape
         fields: Fields = {
-            "q": self.q.data_ptr(),
-            "q_stride": self.q.stride(0) if tokens > 1 else heads * size,
-            "q_head_stride": self.q.stride(1) if heads > 1 else size,
+            **_rows_of("q", "q", self.q),
+            **_rows_of("out", "out", self.out),
+            **_rows_of("new_keys", "new_key", self.new_keys),
+            **_rows_of("new_values", "new_value", self.new_values),
+            "slots": _address(self.slots),
             "cache": self.cache.data_ptr(),
             "block_stride": self.cache.stride(0),
             "head_stride": self.cache.stride(1) if self.cache.shape[1] > 1 else 2 * size,
@@ -171,9 +176,6 @@ class PagedDecode(NamedTuple):
             "block_table": self.block_table.data_ptr(),
             "table_stride": self.block_table.stride(0),
             "lengths": self.lengths.data_ptr(),
-            "out": self.out.data_ptr(),
-            "out_stride": self.out.stride(0) if tokens > 1 else heads * size,
-            "out_head_stride": self.out.stride(1) if heads > 1 else size,
             "workspace": workspace,
             "arrived": arrived,
             "num_tokens": tokens,
@@ -304,6 +306,18 @@ def _scale_kind(weight: Tensor, scale: Tensor | None) -> int:
     if holds_mxfp4(weight):
         return _GROUP_SCALE
     return _CHANNEL_SCALE if scale.dim() == 2 else _BLOCK_SCALE
+
+
+def _rows_of(name: str, prefix: str, rows: Tensor | None) -> Fields:
+    """Return address and strides of [T, heads, d]; a dimension of size 1 may have any stride."""
+    if rows is None:
+        return {name: 0, f"{prefix}_stride": 0, f"{prefix}_head_stride": 0}
+    tokens, heads, size = rows.shape
+    return {
+        name: rows.data_ptr(),
+        f"{prefix}_stride": rows.stride(0) if tokens > 1 else heads * size,
+        f"{prefix}_head_stride": rows.stride(1) if heads > 1 else size,
+    }
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -21,7 +21,16 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def paged_decode(
-    q: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float, out: Tensor | None = None
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    out: Tensor | None = None,
+    new_keys: Tensor | None = None,
+    new_values: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of one query of each request to the keys that its row of the block table names.
 
@@ -38,9 +47,13 @@ def paged_decode(
         lengths: int32 [T], contiguous, 0 to N P: keys of each request, with its new one. With 0 the result is 0.
         scale: of the products.
         out: like q: written and returned. It must share memory with no other argument.
+        new_keys: like q [T, K, d]: the last key of each request, which is stored in the cache too. None: it is there.
+        new_values: like new_keys, and there where they are.
+        slots: int64 [T], contiguous, there where new_keys are: block * P + place, where they are stored, the place of
+            the last key; negative: nowhere.
 
-    The launch before this one may write `q` and each request's last key, nothing else of the arguments: the kernel
-    reads the rest before that launch has ended (programmatic dependent launch).
+    The launch before this one may write `q`, new keys and values, and each request's last key in the cache, nothing
+    else of the arguments: the kernel reads the rest before that launch has ended (programmatic dependent launch).
 
     Raises:
         TensorContractError: an argument differs from the above. Lengths and blocks are checked only where no kernel
@@ -53,7 +66,9 @@ def paged_decode(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    torch.ops.moe_optimizer.paged_decode_out(q, cache, block_table, lengths, scale, out)
+    torch.ops.moe_optimizer.paged_decode_out(
+        q, cache, block_table, lengths, scale, out, new_keys, new_values, slots
+    )  # fmt: skip
     return out
 
 
@@ -94,14 +109,19 @@ def run_kernel(call: PagedDecode) -> None:
 
 
 def plain(call: PagedDecode) -> Tensor:
-    """Return what the call computes, by plain torch. Reads lengths and blocks on the host."""
+    """Return what the call computes, by plain torch, and store its new keys. Reads lengths and blocks on the host."""
+    if call.new_keys is not None and call.new_values is not None and call.slots is not None:
+        rows = (call.slots >= 0) & (call.lengths > 0)
+        slots, block_size = call.slots[rows], call.cache.shape[2]
+        stored = torch.cat((call.new_keys[rows], call.new_values[rows]), dim=-1)
+        call.cache[slots // block_size, :, slots % block_size] = stored
     keys, values = call.cache.transpose(1, 2).chunk(2, dim=-1)
     return reference.paged_attention(call.q, keys, values, call.block_table, call.lengths, scale=call.scale)
 
 
 def _check(call: PagedDecode) -> None:
     check = TensorChecks("paged_decode")
-    q, cache, table, lengths, _, out = call
+    q, cache, table, lengths, _, out, *new = call
     check.shape("q", q, "T", "H", "d")
     check.dtype("q", q, *_DTYPES)
     check.contiguous_rows("q", q)
@@ -123,7 +143,21 @@ def _check(call: PagedDecode) -> None:
     check.shape("out", out, "T", "H", "d")
     check.dtype("out", out, q.dtype)
     check.contiguous_rows("out", out)
-    check.devices({"cache": cache, "block_table": table, "lengths": lengths, "out": out}, q.device)
+    names = ("new_keys", "new_values", "slots")
+    if any(each is None for each in new) and not all(each is None for each in new):
+        got = [name for name, each in zip(names, new, strict=True) if each is not None]
+        raise check.error("new_keys, new_values and slots", "tensors", got, "all or none")
+    for name, rows in zip(names, (call.new_keys, call.new_values), strict=False):
+        if rows is not None:
+            check.shape(name, rows, "T", kv_heads, "d")
+            check.dtype(name, rows, q.dtype)
+            check.contiguous_rows(name, rows)
+    if call.slots is not None:
+        check.shape("slots", call.slots, "T")
+        check.dtype("slots", call.slots, torch.int64)
+        check.contiguous_rows("slots", call.slots)
+    others = {"cache": cache, "block_table": table, "lengths": lengths, "out": out}
+    check.devices(others | dict(zip(names, new, strict=True)), q.device)
 
 
 def _run(call: PagedDecode) -> None:
@@ -140,7 +174,8 @@ def _run(call: PagedDecode) -> None:
 
 register_writing_op(
     "paged_decode_out",
-    "Tensor q, Tensor cache, Tensor block_table, Tensor lengths, float scale, Tensor(a!) out",
+    "Tensor q, Tensor(a!) cache, Tensor block_table, Tensor lengths, float scale, Tensor(b!) out, "
+    "Tensor? new_keys, Tensor? new_values, Tensor? slots",
     parse=PagedDecode,
     check=_check,
     run=_run,

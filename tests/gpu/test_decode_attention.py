@@ -36,19 +36,21 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_it_returns_what_flash_attention_does_up_to_rounding_and_in_graphs_too(session, tokens, layout):
+def test_it_returns_and_stores_what_vllm_does_up_to_rounding(session, tokens, layout):
     layer = make_layer(device="cuda", **SHAPE)
     stock = layer.impl
     entry = install(session, make_model([layer]))
     assert (entry.applied, entry.why_not) == (True, "")
-    call = make_decode_case(LENGTHS[:tokens], device="cuda", layout=layout, **SHAPE)
-    metadata = metadata_of(call)
+    call = make_decode_case(LENGTHS[:tokens], device="cuda", layout=layout, new=True, **SHAPE)
+    metadata, before = metadata_of(call), call.cache.clone()
     attend(layer, call, metadata)
     assert entry.ran
     assert_attended(call)
-    ours = result(call)
+    ours, stored = result(call), call.cache.clone()
     layer.impl = stock
+    call.cache.copy_(before)
     attend(layer, call, metadata)
+    assert torch.equal(call.cache, stored)
     for row, length in enumerate(LENGTHS[:tokens]):
         if length:  # FlashAttention leaves a row without keys as it is, or not
             off = (ours[row].float() - call.out[row].float()).abs().amax()
@@ -59,7 +61,7 @@ def test_steps_of_more_requests_are_flash_attentions(session):
     layer = make_layer(device="cuda", **SHAPE)
     stock = layer.impl
     install(session, make_model([layer]))
-    call = make_decode_case([100 * n for n in range(1, 10)], device="cuda", **SHAPE)
+    call = make_decode_case([100 * n for n in range(1, 10)], device="cuda", new=True, **SHAPE)
     attend(layer, call, metadata_of(call))
     got = result(call)
     layer.impl = stock

@@ -65,23 +65,47 @@ def test_padding_rows_of_a_captured_graph_are_zero():
     assert (call.out[[0, 2, 3]] == 0).all()
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_new_keys_are_read_where_the_model_made_them_and_stored_in_the_cache(layout, size):
+    call = case([640, 0, 64, 1, 4000], size=size, layout=layout, padding=64, new=True)
+    assert call.slots is not None
+    before = call.cache.clone()
+    want = plain(call._replace(cache=before))
+    run(call)
+    assert torch.equal(call.cache, before)  # nothing else was written
+    assert_attended(call)
+    assert torch.allclose(call.out.float(), want.float(), rtol=2.0**-6, atol=2.0**-6)
+    call.slots.fill_(-1)
+    run(call._replace(cache=before.fill_(1)))
+    assert (before == 1).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_one_captured_graph_of_many_layers_serves_growing_contexts(tokens):
-    # As in a decode step: each layer's new key and query are written by the launch before its attention, and every
-    # launch of attention overlaps it. The graph is captured at length 1.
+    # As in a decode step: each layer's new key and query are written by the launches before its attention, in the cache
+    # or, of every other layer, where the kernel takes it from. The graph is captured at length 1.
     lengths, most, layers = torch.ones(tokens, dtype=torch.int32, device="cuda"), 900, 6
     calls = [case([most] * tokens, seed=seed)._replace(lengths=lengths) for seed in range(layers)]
     full = [call.cache.clone() for call in calls]
     queries = [call.q.clone() for call in calls]
     rows = torch.arange(tokens, device="cuda")
+    made = [torch.empty(tokens, 4, 256, device="cuda", dtype=torch.bfloat16) for _ in calls]
+    slots = torch.full((tokens,), -1, device="cuda")
 
     def forward() -> None:
-        for call, cache, query in zip(calls, full, queries, strict=True):
+        for layer, (call, cache, query, new) in enumerate(zip(calls, full, queries, made, strict=True)):
             last = lengths.long() - 1
             blocks, places = call.block_table[rows, last // 16].long(), last % 16
-            call.cache[blocks, :, places] = cache[blocks, :, places]
-            call.q.copy_(query)
-            run_kernel(call)
+            if layer % 2:
+                slots.copy_(blocks * 16 + places)
+                call.q.copy_(query)
+                new.copy_(cache[blocks, :, places])
+                run_kernel(call._replace(new_keys=new[..., :128], new_values=new[..., 128:], slots=slots))
+            else:
+                call.cache[blocks, :, places] = cache[blocks, :, places]
+                call.q.copy_(query)
+                run_kernel(call)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -117,7 +141,8 @@ def test_the_op_takes_any_number_of_requests(tokens):
 
 
 def test_the_registered_op_passes_torchs_checks():
-    torch.library.opcheck(torch.ops.moe_optimizer.paged_decode_out.default, tuple(case([100, 7])))
+    for new in (False, True):
+        torch.library.opcheck(torch.ops.moe_optimizer.paged_decode_out.default, tuple(case([100, 7], new=new)))
 
 
 def test_plain_torch_computes_the_same_up_to_rounding():

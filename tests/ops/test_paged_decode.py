@@ -13,7 +13,8 @@ from tests.decode_cases import assert_attended, make_decode_case
 
 
 def attend(call: PagedDecode, out: torch.Tensor | None = None) -> torch.Tensor:
-    return paged_decode(call.q, call.cache, call.block_table, call.lengths, scale=call.scale, out=out)
+    new = {"new_keys": call.new_keys, "new_values": call.new_values, "slots": call.slots}
+    return paged_decode(call.q, call.cache, call.block_table, call.lengths, scale=call.scale, out=out, **new)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -29,6 +30,14 @@ def test_the_scale_is_the_callers():
     call = make_decode_case([40], sharpness=7.0)
     attend(call, call.out)
     assert_attended(call)
+
+
+def test_new_keys_are_stored_and_seen():
+    call = make_decode_case([40, 0, 17], heads=6, kv_heads=2, new=True)
+    attend(call, call.out)
+    assert_attended(call)
+    assert call.new_keys is not None
+    assert torch.equal(call.cache[int(call.block_table[2, 1]), :, 0, :64], call.new_keys[2])
 
 
 def test_no_request_is_an_empty_result():
@@ -53,6 +62,8 @@ CALL = make_decode_case([40, 3], heads=6, kv_heads=2)
         ({"block_table": CALL.block_table[:1]}, r"block_table dim 0 \(T\)"),
         ({"lengths": CALL.lengths.long()}, "lengths dtype"),
         ({"out": CALL.out[..., :32]}, r"out dim 2 \(d\)"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, "got \\['slots'\\], expected all or none"),
+        ({"new_keys": torch.zeros(2, 3, 64)}, "new_keys"),
         ({"lengths": torch.tensor([10**6, 3], dtype=torch.int32)}, "context_lengths: got 1000000"),
     ],
 )
@@ -63,8 +74,9 @@ def test_what_breaks_the_contract_is_named(change, message):
 
 
 def test_the_registered_op_passes_torchs_checks():
-    call = make_decode_case([20, 5])
-    torch.library.opcheck(torch.ops.moe_optimizer.paged_decode_out.default, tuple(call))
+    for new in (False, True):
+        call = make_decode_case([20, 5], new=new)
+        torch.library.opcheck(torch.ops.moe_optimizer.paged_decode_out.default, tuple(call))
 
 
 def test_the_kernel_is_for_gpus():

@@ -32,7 +32,10 @@ MOST = 4
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who computed, one after the other: "ours" or "FlashAttention". Ours is faster up to `MOST` requests."""
+    """Who computed, one after the other: "ours" or "FlashAttention", and where vLLM stored keys, "stored".
+
+    Ours is faster up to `MOST` requests.
+    """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     from moe_optimizer.ops.paged_decode import plain
@@ -48,6 +51,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append("FlashAttention")
         return arguments[6]
 
+    def do_kv_cache_update(*_: Any) -> None:
+        found.append("stored")
+
+    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", do_kv_cache_update)
     for module in (decode_attention, impl):
         monkeypatch.setattr(module, "run_kernel", run_kernel)
     monkeypatch.setattr(decode_attention, "why_no_kernel", lambda _: None)
@@ -76,14 +83,29 @@ def test_decode_steps_of_few_requests_reach_the_kernel_and_others_stay_vllms(ses
     assert (entry.applied, entry.ran, entry.why_not) == (True, False, "")
     assert "8 heads on 2 of 64, 2 layers: ours up to 4" in entry.found
     for tokens in range(1, MOST + 2):
-        call = make_decode_case([30 * tokens, 0, 17, 1, 5][:tokens], heads=8, kv_heads=2)
         for layer in layers:
+            call = make_decode_case([30 * tokens, 0, 17, 1, 5][:tokens], heads=8, kv_heads=2, new=True)
             computed.clear()
             assert attend(layer, call, metadata_of(call)) is call.out
-            assert computed == (["ours"] if tokens <= MOST else ["FlashAttention"])
+            assert computed == (["ours"] if tokens <= MOST else ["stored", "FlashAttention"])
             if tokens <= MOST:
-                assert_attended(call)
+                assert_attended(call)  # with the new keys, which the kernel has stored
     assert entry.ran
+
+
+def test_keys_that_another_op_has_stored_are_left_as_they_are(session, computed):
+    layer = make_layer()
+    install(session, make_model([layer]))
+    call = make_decode_case([40, 9], heads=8, kv_heads=2)
+    computed.clear()
+    attend(layer, call, metadata_of(call))
+    assert computed == ["ours"]
+    assert_attended(call)
+    # Nothing of a step is left for the next one.
+    step = make_decode_case([40], heads=8, kv_heads=2, new=True)
+    attend(layer, step, metadata_of(step))
+    attend(layer, call, metadata_of(call))
+    assert_attended(call)
 
 
 def test_rows_beyond_the_steps_tokens_are_not_read_or_written(session, computed):
@@ -111,10 +133,10 @@ def test_rows_beyond_the_steps_tokens_are_not_read_or_written(session, computed)
 def test_any_other_step_is_vllms(session, computed, changed):
     layer = make_layer()
     install(session, make_model([layer]))
-    call = make_decode_case([40, 9], heads=8, kv_heads=2)
+    call = make_decode_case([40, 9], heads=8, kv_heads=2, new=True)
     computed.clear()
     attend(layer, call, metadata_of(call, **changed))
-    assert computed == ["FlashAttention"]
+    assert computed == ["stored", "FlashAttention"]
 
 
 def test_the_profiling_run_which_has_no_metadata_is_vllms(session, computed):
@@ -198,11 +220,11 @@ def test_what_the_kernel_refuses_in_a_step_is_computed_by_vllm_and_said(session,
         raise UnsupportedError("keys of a block: got 24")
 
     monkeypatch.setattr(impl, "run_kernel", refuse)
-    call = make_decode_case([40], heads=8, kv_heads=2)
+    call = make_decode_case([40], heads=8, kv_heads=2, new=True)
     computed.clear()
     for _ in range(2):
         attend(layer, call, metadata_of(call))
-    assert computed == ["FlashAttention", "FlashAttention"]
+    assert computed == ["stored", "FlashAttention"] * 2
     assert "fallback: keys of a block" in entry.why_not
     assert not entry.ran
 
@@ -216,6 +238,21 @@ def test_a_wrong_kernel_leaves_every_layer_as_it_was(session, computed, monkeypa
     stock = layer.impl
     entry = install(session, make_model([layer]))
     assert "differs from plain torch by" in entry.why_not
+    assert layer.impl is stock
+
+
+def test_a_kernel_that_stores_keys_elsewhere_leaves_every_layer_as_it_was(session, computed, monkeypatch):
+    from moe_optimizer.ops.paged_decode import plain
+    from moe_optimizer.vllm_plugin.attention import decode_attention
+
+    def run_kernel(call: Any) -> None:
+        call.out.copy_(plain(call))
+        call.cache[0, 0, 0, 0] += 1
+
+    monkeypatch.setattr(decode_attention, "run_kernel", run_kernel)
+    layer = make_layer()
+    stock = layer.impl
+    assert "stores other keys" in install(session, make_model([layer])).why_not
     assert layer.impl is stock
 
 

@@ -15,8 +15,9 @@
 //
 // Old keys are read before griddepcontrol_wait. That is safe because a launch that may still run then is the one right
 // before this one: every kernel of ours waits before it lets the next one start, and others let it start at their end.
-// That launch writes the new keys at most; lengths, block table and older keys are written by copies and launches of
-// before. The new key of a request, its last, is read after the wait, as are queries.
+// That launch writes the new keys at most; lengths, block table, slots and older keys are written by copies and
+// launches of before. The new key of a request, its last, is read after the wait, as are queries: from the cache, or
+// from where the model has just made it, and is then stored in the cache here.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -57,7 +58,7 @@ struct DecodePart {
 };
 
 // The part of block `block` of the `blocks` of a KV head. 1 + (blocks - T) share summed over requests is at most
-// blocks.
+// blocks. 32 bits hold all products of numbers of units: 2^24 keys, the most that is planned, are 2^20.
 MOEOPT_DEVICE DecodePart decode_part(const PagedDecodeArgs& args, int blocks, int block) {
   const int tokens = static_cast<int>(args.num_tokens);
   int lengths[kDecodeTokens], total = 0;
@@ -72,7 +73,7 @@ MOEOPT_DEVICE DecodePart decode_part(const PagedDecodeArgs& args, int blocks, in
   for (int t = 0; t < kDecodeTokens; ++t) {
     if (t < tokens) {
       const int units = ceil_div(lengths[t], kDecodeKeys), wanted = ceil_div(units, kDecodeLeastUnits);
-      int parts = total == 0 ? 1 : 1 + static_cast<int>(static_cast<int64_t>(blocks - tokens) * units / total);
+      int parts = total == 0 ? 1 : 1 + (blocks - tokens) * units / total;
       parts = parts < wanted ? parts : wanted;
       parts = parts < kDecodeMostParts ? parts : kDecodeMostParts;
       parts = parts > 1 ? parts : 1;
@@ -170,8 +171,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, kDecodeBlocks)
   uint64_t* const full = all_full + warp * kDecodeStages;
   int* const is_last = reinterpret_cast<int*>(all_full + kDecodeWarps * kDecodeStages);
   const int all_units = ceil_div(mine.length, kDecodeKeys), last_key = mine.length - 1;
-  const int first_unit = static_cast<int>(static_cast<int64_t>(all_units) * mine.part / mine.parts);
-  const int units = static_cast<int>(static_cast<int64_t>(all_units) * (mine.part + 1) / mine.parts) - first_unit;
+  const int first_unit = all_units * mine.part / mine.parts;
+  const int units = all_units * (mine.part + 1) / mine.parts - first_unit;
   const int to_do = units > warp ? ceil_div(units - warp, kDecodeWarps) : 0;  // of this warp
   const int block_size = static_cast<int>(args.block_size);
   const auto unit_at = [&](int n) { return first_unit + warp + n * kDecodeWarps; };
@@ -185,7 +186,17 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, kDecodeBlocks)
     fence_mbarrier_init();
   }
   bar_warp_sync();
-  const unsigned char* late_from = nullptr;  // the new key, if this lane copies it (also in place of keys beyond it)
+  const bool stores = args.new_keys != nullptr;
+  const int slot = stores && all_units > 0 ? static_cast<int>(args.slots[mine.token]) : -1;
+  const auto load_last = [&](unsigned char* to, const uint16_t* from, uint64_t* barrier) {
+    if (!stores) return bulk_load_evict_first(to, from, Shape::kKeyBytes, barrier);
+    bulk_load_evict_first(to, args.new_keys + mine.token * args.new_key_stride + kv_head * args.new_key_head_stride,
+                          Shape::kKeyBytes / 2, barrier);
+    bulk_load_evict_first(to + Shape::kKeyBytes / 2,
+                          args.new_values + mine.token * args.new_value_stride + kv_head * args.new_value_head_stride,
+                          Shape::kKeyBytes / 2, barrier);
+  };
+  const uint16_t* late_from = nullptr;  // the last key, if this lane copies it (also in place of keys beyond it)
   unsigned char* late_to = nullptr;
   uint64_t* late_full = nullptr;
   int loaded = 0;
@@ -200,11 +211,13 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, kDecodeBlocks)
     if (lane >= kDecodeKeys) return;
     // Beyond the end the last key again: what is masked must still be a number.
     const int key = first_key + lane < last_key ? first_key + lane : last_key;
-    const auto* const from = reinterpret_cast<const unsigned char*>(
-        args.cache + page * args.block_stride + kv_head * args.head_stride + key % block_size * args.key_stride);
+    const uint16_t* const from =
+        args.cache + page * args.block_stride + kv_head * args.head_stride + key % block_size * args.key_stride;
     unsigned char* const to = ring + stage * Shape::kStageBytes + lane * Shape::kPitch;
-    if (may_wait || key < last_key) {
+    if (key < last_key) {
       bulk_load_evict_first(to, from, Shape::kKeyBytes, full + stage);
+    } else if (may_wait) {
+      load_last(to, from, full + stage);
     } else {
       late_from = from;
       late_to = to;
@@ -215,7 +228,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, kDecodeBlocks)
   for (int stage = 0; stage < kDecodeStages; ++stage) load(stage, false);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();  // after the wait, so that what this one counts on holds for the next one
-  if (late_from != nullptr) bulk_load_evict_first(late_to, late_from, Shape::kKeyBytes, late_full);
+  if (late_from != nullptr) load_last(late_to, late_from, late_full);
 
   uint32_t q[kSteps][4];
   MOEOPT_UNROLL
@@ -236,6 +249,12 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, kDecodeBlocks)
   for (int n = 0, stage = 0, parity = 0; n < to_do; ++n) {
     mbarrier_wait_parity(full + stage, static_cast<uint32_t>(parity));
     const unsigned char* const unit = ring + stage * Shape::kStageBytes;
+    if (slot >= 0 && unit_at(n) == all_units - 1 && lane < Shape::kKeyBytes / 16) {
+      uint16_t* const to = args.cache + slot / block_size * args.block_stride + kv_head * args.head_stride +
+                           slot % block_size * args.key_stride;
+      reinterpret_cast<Vec4*>(to)[lane] =
+          *reinterpret_cast<const Vec4*>(unit + last_key % kDecodeKeys * Shape::kPitch + lane * 16);
+    }
     float scores[2][2][4] = {};  // [chain of products][keys 0 to 7, 8 to 15]
     MOEOPT_UNROLL
     for (int step = 0; step < kSteps; ++step) {

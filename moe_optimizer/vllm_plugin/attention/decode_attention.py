@@ -1,9 +1,10 @@
 """Puts our kernel into the attention layers of a loaded model for decode steps of few requests, where it is faster.
 
 vLLM has no place for it. A layer's `impl` computes; it is one object of each layer, and FlashAttention's is replaced by
-one that asks how many requests a step has. vLLM's op of attention is opaque to compiled graphs, so they stay as they
-are; a CUDA graph keeps what was chosen when it was captured. What is faster is measured here, by shape: it depends on
-the GPU, the heads of this rank and vLLM's FlashAttention. Ranks need not agree, as each has heads of its own.
+one that asks how many requests a step has, and stores their new keys in the same launch. vLLM's ops of attention are
+opaque to compiled graphs, so they stay as they are; a CUDA graph keeps what was chosen when it was captured. What is
+faster is measured here, by shape: it depends on the GPU, the heads of this rank and vLLM's FlashAttention. Ranks need
+not agree, as each has heads of its own.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ logger = get_logger(__name__)
 KERNEL, ISA = "paged_decode (cuda)", "sm_90a"
 
 _FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
+_ATTENTION = "vllm.model_executor.layers.attention.attention"
 RELIED_ON: Mapping[str, Mapping[str, str]] = {
     f"{_FLASH_ATTN}:FlashAttentionImpl.forward": {"0.26": "876f6a9dafcbac29", "0.32": "5a9e5a89b6782e1e"},
     f"{_FLASH_ATTN}:FlashAttentionImpl.do_kv_cache_update": {"0.26 to 0.32": "3e8d87902f984cfd"},
     f"{_FLASH_ATTN}:FlashAttentionMetadata": {"0.26": "57f7cc3612565487", "0.32": "42c2462fd6903d4f"},
-    "vllm.model_executor.layers.attention.attention:unified_attention_with_output": {
-        "0.26 to 0.32": "79b98cef475f5bca",
-    },
+    f"{_ATTENTION}:unified_attention_with_output": {"0.26 to 0.32": "79b98cef475f5bca"},
+    f"{_ATTENTION}:unified_kv_cache_update": {"0.26": "d46291997d665dba", "0.32": "06a3913574e8607c"},
 }  # fmt: skip
 """What of vLLM this replaces or counts on -> versions -> `compat.fingerprint` of its source."""
 _CHECKED_LENGTHS = (640, 1, 17, 2000, 0, 16, 33, 300)
@@ -189,15 +190,22 @@ def _random_call(layer: Any, tokens: int) -> PagedDecode:
     q = numbers(tokens, heads, size)
     cache = numbers(len(blocks), _CHECKED_BLOCK, kv_heads, 2 * size).transpose(1, 2)
     of_requests = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return PagedDecode(q, cache, blocks.view(tokens, width), of_requests, layer.impl.scale, torch.empty_like(q))
+    table, last = blocks.view(tokens, width), of_requests.long().clamp(min=1) - 1
+    rows = torch.arange(tokens, device=device)
+    slots = table[rows, last // _CHECKED_BLOCK].long() * _CHECKED_BLOCK + last % _CHECKED_BLOCK
+    new = numbers(tokens, kv_heads, size), numbers(tokens, kv_heads, size), slots.masked_fill(of_requests == 0, -1)
+    return PagedDecode(q, cache, table, of_requests, layer.impl.scale, torch.empty_like(q), *new)
 
 
 def why_wrong(layer: Any, max_tokens: int) -> str:
     """Return in what the kernel differs from plain torch for a layer's shape, or ""."""
     for tokens in {1, max_tokens}:
         call = _random_call(layer, tokens)
+        stored = call.cache.clone()
         run_kernel(call)
-        theirs = plain(call).float()
+        theirs = plain(call._replace(cache=stored)).float()
+        if not torch.equal(call.cache, stored):
+            return f"stores other keys than plain torch at {tokens} requests"
         off = (call.out.float() - theirs).abs().flatten(1).amax(-1)
         if not (off <= _RELATIVE * theirs.abs().flatten(1).amax(-1)).all():
             return f"differs from plain torch by {float(off.max()):.2g} at {tokens} requests"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from moe_optimizer.errors import UnsupportedError
@@ -42,6 +43,17 @@ class DecodeAttentionImpl(FlashAttentionImpl):
     def __init__(self, stock: FlashAttentionImpl, chosen: ChosenDecode) -> None:
         vars(self).update(vars(stock))
         self.chosen = chosen
+        self._slots: torch.Tensor | None = None  # of keys that are left to the forward of the same step
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store the step's keys and values in the cache, or leave that to our kernel in the forward that follows."""
+        metadata, *_ = get_attention_context(layer.layer_name)
+        if is_decode(metadata, self.chosen.max_tokens):
+            self._slots = slot_mapping
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(  # noqa: PLR0917 - vLLM's signature
         self,
@@ -57,16 +69,19 @@ class DecodeAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """Write the attention into `output` and return it; shapes as in vLLM's.
 
-        vLLM has written the step's keys and values into the cache in the launch before (`do_kv_cache_update`), which is
-        all that the kernel lets that launch write.
+        The launch before makes queries, keys and values, or stores the step's in the cache (`do_kv_cache_update`),
+        which is all that our kernel lets it write.
         """
+        slots, self._slots = self._slots, None
         if output_scale is None and output_block_scale is None and is_decode(attn_metadata, self.chosen.max_tokens):
             tokens = attn_metadata.num_actual_tokens
-            call = PagedDecode(
-                query[:tokens], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, self.scale, output[:tokens]
-            )
+            new = () if slots is None else (key[:tokens], value[:tokens], slots[:tokens])
+            step = (query[:tokens], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens)
+            call = PagedDecode(*step, self.scale, output[:tokens], *new)
             if self._computed(call):
                 return output
+        if slots is not None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slots)
         return super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )

@@ -29,7 +29,7 @@ _MARGIN = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Microseconds of the attention of one layer, with the copy of its queries before it."""
+    """Microseconds of one layer: the new keys are stored, then attention; and the copy of its queries before."""
 
     tokens: int
     length: int
@@ -108,15 +108,26 @@ class Pool:
         source = torch.randn((tokens, self._impl.num_heads, self._impl.head_size), device=self._device).bfloat16()
         q, out = torch.empty_like(source), torch.empty_like(source)
 
-        def ours(table: Tensor) -> None:
-            run_kernel(PagedDecode(q, self._cache, table, metadata.seq_lens, self._impl.scale, out))
+        kv_heads, size = self._impl.num_kv_heads, self._impl.head_size
+        keys, values = torch.randn((2, tokens, kv_heads, size), device=self._device).bfloat16()
+        last = length - 1
 
-        def theirs(table: Tensor) -> None:
+        def slots_of(table: Tensor) -> Tensor:
+            return table[:, last // self._block_size].long() * self._block_size + last % self._block_size
+
+        def ours(table: Tensor, slots: Tensor) -> None:
+            run_kernel(
+                PagedDecode(q, self._cache, table, metadata.seq_lens, self._impl.scale, out, keys, values, slots)
+            )
+
+        def theirs(table: Tensor, slots: Tensor) -> None:
             of_call = copy.copy(metadata)
             of_call.block_table = table
-            self._impl.forward(self._layer, q, None, None, self._cache, of_call, out)
+            self._impl.do_kv_cache_update(self._layer, keys, values, self._cache, slots)
+            self._impl.forward(self._layer, q, keys, values, self._cache, of_call, out)
 
-        graphs = [self._captured(attend, tables, lambda: q.copy_(source)) for attend in (ours, theirs)]
+        steps = [(table, slots_of(table)) for table in tables]
+        graphs = [self._captured(attend, steps, lambda: q.copy_(source)) for attend in (ours, theirs)]
         return Timed(tokens, length, *(each / count for each in _replayed(graphs)))
 
     def _metadata(self, tokens: int, length: int) -> Any:
@@ -142,18 +153,21 @@ class Pool:
         return metadata
 
     def _captured(
-        self, attend: Callable[[Tensor], None], tables: Sequence[Tensor], before: Callable[[], object]
+        self,
+        attend: Callable[[Tensor, Tensor], None],
+        steps: Sequence[tuple[Tensor, Tensor]],
+        before: Callable[[], object],
     ) -> torch.cuda.CUDAGraph:
         # What makes the queries stands between two calls, as in a model: without it the one would overlap the other.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            attend(tables[0])  # what is allocated or loaded once is not in the graph
+            attend(*steps[0])  # what is allocated or loaded once is not in the graph
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            for table in tables:
+            for step in steps:
                 before()
-                attend(table)
+                attend(*step)
         return graph
 
 

@@ -116,6 +116,51 @@ def test_tokens_may_lie_apart_and_what_lies_between_stays(decode_emulator: Modul
     assert (around == 7).all()
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_new_keys_are_read_where_the_model_made_them_and_stored_in_the_cache(decode_emulator: ModuleType, layout, size):
+    lengths = [1, 0, 64, 133, 17]
+    call = make_decode_case(lengths, heads=6, kv_heads=2, size=size, layout=layout, block_size=32, padding=8, new=True)
+    assert call.new_keys is not None
+    assert call.new_values is not None
+    assert call.slots is not None
+    before = call.cache.clone()
+    run(decode_emulator, call)
+    there = call.slots >= 0
+    slots = call.slots[there]
+    before[slots // 32, :, slots % 32] = torch.cat((call.new_keys, call.new_values), -1)[there]
+    assert torch.equal(call.cache, before)  # nothing else was written
+    assert_attended(call)
+    first = result(call)
+    assert torch.equal(first, result(run(decode_emulator, poisoned(call), seed=5)))
+
+
+def test_a_negative_slot_stores_nothing(decode_emulator: ModuleType):
+    # As in the dummy steps by which vLLM captures graphs.
+    call = make_decode_case([40, 1], new=True)
+    assert call.slots is not None
+    call.slots.fill_(-1)
+    before = call.cache.clone()
+    run(decode_emulator, call)
+    assert torch.equal(call.cache, before)
+    assert not call.out.isnan().any()
+
+
+@pytest.mark.parametrize("lengths", [[1], [160, 16, 200, 33]], ids=str)
+def test_the_launch_before_may_still_make_what_is_new(decode_emulator: ModuleType, lengths):
+    for seed in range(1, 5):
+        call = make_decode_case(lengths, heads=4, kv_heads=2, new=True, seed=seed)
+        assert call.new_keys is not None
+        assert call.new_values is not None
+        late = [call.q, *call.new_keys, *call.new_values]
+        values = [each.clone().contiguous() for each in late]
+        # Heads of a key are neighbours, and so are all of q's.
+        writes = [(to.data_ptr(), new.data_ptr(), 2 * new.numel()) for to, new in zip(late, values, strict=True)]
+        for each in late:
+            each.fill_(float("nan"))
+        assert_attended(run(decode_emulator, call, seed=seed, writes=writes))
+
+
 @pytest.mark.parametrize("lengths", [[1], [160, 16, 200, 33]], ids=str)
 def test_the_launch_before_may_still_write_queries_and_new_keys(decode_emulator: ModuleType, lengths):
     for seed in range(1, 5):
@@ -161,6 +206,8 @@ def test_the_grid_fills_the_gpu_and_does_not_depend_on_lengths(decode_emulator: 
         ({"key_stride": 132}, "elements between keys of the cache: got 132, expected a multiple of 8"),
         ({"cache": 24}, "address of the cache: got 24, expected a multiple of 16"),
         ({"out": 4}, "address of the output: got 4, expected a multiple of 8"),
+        ({"new_keys": 8}, "address of new_keys: got 8, expected a multiple of 16"),
+        ({"new_keys": 16, "new_value_stride": 12}, "tokens of new_values: got 12, expected a multiple of 8"),
     ],
     ids=str,
 )
@@ -179,6 +226,7 @@ def test_what_no_kernel_covers_is_refused_by_name_and_number(decode_emulator: Mo
     block_size=st.sampled_from([16, 32, 80]),
     layout=st.sampled_from(["NHD", "HND"]),
     multiprocessors=st.integers(1, 12),
+    new=st.booleans(),
     seed=st.integers(1, 10**6),
 )
 def test_any_covered_call_matches_the_exact_result(
