@@ -124,14 +124,15 @@ def metadata_of(call: PagedDecode, **changed: Any) -> Any:
     return metadata
 
 
-def attend(layer: Any, call: PagedDecode, metadata: Any) -> torch.Tensor:
-    """Store new keys, if the call has some, and attend, as vLLM's ops do it."""
+def attend(layer: Any, call: PagedDecode, metadata: Any, *, graphs: str = "NONE") -> torch.Tensor:
+    """Store new keys, if the call has some, and attend, as vLLM's ops do it; `graphs`: the mode in which vLLM runs."""
+    from vllm.config import CUDAGraphMode
     from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 
     if call.new_keys is not None and call.new_values is not None:
         context = SimpleNamespace(
             attn_metadata={layer.layer_name: metadata}, no_compile_layers={layer.layer_name: layer},
-            slot_mapping={layer.layer_name: call.slots},
+            slot_mapping={layer.layer_name: call.slots}, cudagraph_runtime_mode=CUDAGraphMode[graphs],
         )  # fmt: skip
         layer.kv_cache = call.cache
         with pytest.MonkeyPatch.context() as patch:

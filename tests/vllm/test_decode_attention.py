@@ -108,6 +108,18 @@ def test_keys_that_another_op_has_stored_are_left_as_they_are(session, computed)
     assert_attended(call)
 
 
+@pytest.mark.parametrize(("graphs", "who"), [("NONE", ["ours"]), ("FULL", ["ours"]), ("PIECEWISE", ["stored", "ours"])])
+def test_keys_are_left_to_the_kernel_only_where_both_ops_run_or_are_captured_together(session, computed, graphs, who):
+    layer = make_layer()
+    install(session, make_model([layer]))
+    call = make_decode_case([40, 9], heads=8, kv_heads=2, new=True)
+    before = call.cache.clone()
+    computed.clear()
+    attend(layer, call, metadata_of(call), graphs=graphs)
+    assert computed == who
+    assert torch.equal(call.cache, before) == (graphs == "PIECEWISE")  # the recorder stores nothing
+
+
 def test_rows_beyond_the_steps_tokens_are_not_read_or_written(session, computed):
     layer = make_layer()
     install(session, make_model([layer]))
@@ -161,9 +173,10 @@ def test_servers_whose_steps_are_others_are_refused(session, computed, changed, 
     assert not entry.applied
 
 
-def test_batch_invariant_mode_is_refused(session, computed, monkeypatch):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "VLLM_BATCH_INVARIANT" in install(session, make_model([make_layer()])).why_not
+@pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "VLLM_USE_BREAKABLE_CUDAGRAPH"])
+def test_modes_of_vllm_by_its_environment_are_refused(session, computed, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert variable in install(session, make_model([make_layer()])).why_not
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])

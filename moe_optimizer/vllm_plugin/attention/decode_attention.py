@@ -70,8 +70,11 @@ def install_decode_attention(session: PluginSession, worker: Any) -> None:
 def why_not_server(vllm_config: Any) -> str:
     """Return what of this server's settings does not go with it, or ""."""
     from vllm import envs
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CUDAGraphMode
 
+    if is_breakable_cudagraph_enabled():
+        return "VLLM_USE_BREAKABLE_CUDAGRAPH: a graph holds the storing of keys, and attention runs outside of it"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT: a request's bits must not depend on the others, and the kernel's parts do"
     if vllm_config.speculative_config is not None:

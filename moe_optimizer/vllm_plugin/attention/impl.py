@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
@@ -48,9 +50,14 @@ class DecodeAttentionImpl(FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store the step's keys and values in the cache, or leave that to our kernel in the forward that follows."""
+        """Store the step's keys and values in the cache, or leave that to our kernel in the forward that follows.
+
+        Not with piecewise graphs: one of them may hold this call as it was when it was captured, and the forward, which
+        runs between them, would then see other steps.
+        """
         metadata, *_ = get_attention_context(layer.layer_name)
-        if is_decode(metadata, self.chosen.max_tokens):
+        together = get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
+        if together and is_decode(metadata, self.chosen.max_tokens):
             self._slots = slot_mapping
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
