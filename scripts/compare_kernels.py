@@ -6,8 +6,8 @@ Each commit is compared with the working tree, which must have all its kernels a
 of skinny_gemm and of paged_decode count in neither, as no table holds their times. Measured tables are filed under the
 hash of the sources.
 A comment, a name or a further kernel changes that hash but not the kernels that were measured, so
-write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names, labels and where
-in its struct a parameter lies do not count; every instruction and its order does.
+write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names, labels, numbers of
+registers and where in its struct a parameter lies do not count; every instruction and its order does.
 
 nvcc may order what it takes out of a loop by where parameters lie. With cuobjdump of the CUDA toolkit the machine code
 is compared instead: every instruction and its order, without which register holds what. That says how fast a kernel is;
@@ -44,8 +44,9 @@ _OFFSET = re.compile(r"(add\.s64\s+(%rd\d+), %rd\d+, )-?\d+;")
 _LABEL = re.compile(r"\$L__BB\d+_")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", re.MULTILINE)
 _CONSTANT = re.compile(r"c\[0x0\]\s*\[0x[0-9a-f]+\]")
+_PTX_REGISTER = re.compile(r"(%[a-z]+)(\d+)\b")
 _REGISTER = re.compile(r"\b(UR|UP|R|P|B|SB)\d+\b")
-_DIRECTIVE = re.compile(r"^\s*(?:\.(?:loc|file|section|version|target)\b.*|//.*|)$")
+_DIRECTIVE = re.compile(r"^\s*(?:\.(?:loc|file|section|version|target|reg)\b.*|//.*|)$")
 
 
 def main() -> int:
@@ -151,7 +152,8 @@ def digests(ptx: str) -> list[str]:
 def plain(entry: str) -> str:
     """Return a kernel's PTX without names, label numbers, comments, debug directives and places of parameters.
 
-    A parameter is named by when it is read first: a field that other kernels need moves those behind it.
+    A parameter is named by when it is read first: a field that other kernels need moves those behind it. A register is
+    numbered by when it is named first: nvcc does not number those of one source the same way every time.
     """
     text = _PARAMETER_BYTES.sub(r"\1[]", entry)
     bases = {found[2].partition("+")[0] for found in _PARAMETER.finditer(text)}
@@ -159,6 +161,8 @@ def plain(entry: str) -> str:
     places: dict[str, int] = {}
     text = _PARAMETER.sub(lambda found: f"{found[1]}[PARAMETER{places.setdefault(found[2], len(places))}]", text)
     text = _LABEL.sub("$L_", _NAME.sub("NAME", text))
+    numbers: dict[str, int] = {}
+    text = _PTX_REGISTER.sub(lambda found: f"{found[1]}{numbers.setdefault(found[0], len(numbers))}", text)
     return "\n".join(line.strip() for line in text.splitlines() if not _DIRECTIVE.match(line))
 
 

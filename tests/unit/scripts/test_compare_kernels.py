@@ -31,15 +31,20 @@ $L__BB0_1:
 RENAMED = KERNEL.replace("11load_kernel", "13ld_u32_kernel").replace("BB0_", "BB7_").replace("1 10 3", "1 99 3")
 
 
-def test_names_labels_and_lines_do_not_count() -> None:
-    assert compare_kernels.digests(KERNEL) == compare_kernels.digests(RENAMED)
+def test_names_labels_lines_and_numbers_of_registers_do_not_count() -> None:
+    for same in (
+        RENAMED,
+        KERNEL.replace("%r1", "%r7").replace("%rd1", "%rd3"),
+        KERNEL.replace("{\n", "{\n\t.reg .b32 %r<9>;\n"),
+    ):
+        assert compare_kernels.digests(KERNEL) == compare_kernels.digests(same)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         KERNEL.replace("ld.global.u32", "ld.global.cg.u32"),
-        KERNEL.replace("%r1", "%r2"),
+        KERNEL.replace("u32 \t%r1, [%rd1]", "u32 \t%r1, [%rd2]"),
         KERNEL.replace("\tbra", "\tmembar.gl;\n\tbra"),
     ],
 )
