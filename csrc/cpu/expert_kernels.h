@@ -68,6 +68,7 @@ const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* generic_int4_kernels(DType x_dtype);
 const ExpertKernels* avx2_int4_kernels(DType x_dtype);
 const ExpertKernels* avx512_int4_kernels(DType x_dtype);
+const ExpertKernels* avx512_bf16_int4_kernels(DType x_dtype);
 // Those of `isa`, which this machine has.
 const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa);
 

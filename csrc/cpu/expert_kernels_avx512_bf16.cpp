@@ -145,7 +145,48 @@ struct DotFloat4 : DotBFloat16, Avx512Float4Codes {
   }
 };
 
+// The BF16 of five bits as a two's complement integer: a code less its zero point. All are exact.
+inline __m512i differences() {
+  return _mm512_set_epi16(-0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40, -0x3f20, -0x3f00, -0x3ef0, -0x3ee0,
+                          -0x3ed0, -0x3ec0, -0x3eb0, -0x3ea0, -0x3e90, -0x3e80, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130,
+                          0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0x0000);
+}
+
+// As DotFloat4. A code less the zero point of its lane is looked up; without zero points the code, in a table of the
+// codes less 8.
+struct DotInt4 : DotFloat4 {
+  using Weight = Int4Pair;
+  using Decoded = DotInt4;
+  using Groups = Int4Groups;
+
+  static void decode(__m512i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m512bh (&weight)[kParts]) {
+    if (!groups.zero) {
+      // Twice: the look-up reads five bits of each word, the fifth is of the next code.
+      const __m512i table = _mm512_shuffle_i64x2(differences(), differences(), 0x33);
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        weight[part] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * part), table));
+      }
+      return;
+    }
+    const __m512i lanes = Avx512Int4Groups::zero(groups, k, columns);
+    const __m512i zero = _mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16));
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const __m512i code = _mm512_and_si512(_mm512_srli_epi16(codes, 4 * part), _mm512_set1_epi16(15));
+      weight[part] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_sub_epi16(code, zero), differences()));
+    }
+  }
+  static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
+    return Avx512Int4Groups::factor(groups, k, columns);
+  }
+};
+
 }  // namespace
+
+const ExpertKernels* avx512_bf16_int4_kernels(DType x_dtype) {
+  return x_dtype == DType::kBFloat16 ? &kExperts<DotInt4> : avx512_int4_kernels(x_dtype);
+}
 
 const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args) {
   if (args.x_dtype != DType::kBFloat16) return avx512_kernels(args);

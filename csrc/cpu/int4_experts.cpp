@@ -6,11 +6,10 @@
 namespace moeopt {
 namespace {
 
-// BF16 products are not used: their look-ups would need a table for every group.
 const ExpertKernels* int4_kernels_for(DType x_dtype, Isa isa) {
 #ifdef MOEOPT_X86
   switch (isa) {
-    case Isa::kAvx512Bf16:
+    case Isa::kAvx512Bf16: return avx512_bf16_int4_kernels(x_dtype);
     case Isa::kAvx512: return avx512_int4_kernels(x_dtype);
     case Isa::kAvx2: return avx2_int4_kernels(x_dtype);
     case Isa::kGeneric: break;

@@ -72,8 +72,9 @@ def int4_experts(
         TensorContractError: a shape, dtype, device or stride differs from the above, H or I is no multiple of the
             group, or an id in topk_ids names no expert.
 
-    Numerics: on the CPU weights are exact, products and sums are float32 on every instruction set, and the activation's
-    result is kept in float32. On CUDA a code less its zero point is exact, and its product with the scale is rounded to
+    Numerics: on the CPU codes less zero points are exact, and sums and scales float32. Products are float32, and the
+    activation's result is kept in float32; with bfloat16 activations on avx512_bf16 both are bfloat16, as in
+    `fused_experts`. On CUDA a code less its zero point is exact, and its product with the scale is rounded to
     bfloat16, which is multiplied. The result is the same bit for bit for any number of threads and any other tokens
     in the batch.
     Limits: without compiled kernels, above 1024 experts or top-32 it runs in plain torch, with a warning once; on CUDA

@@ -179,6 +179,35 @@ struct Avx512Float4 : Fp4Format<Avx512, X>, Avx512Float4Codes {
   }
 };
 
+// What INT4's formats with FP32 and with BF16 products have in common: scales and zero points of a step. Lane i of a
+// register has 8 columns, so a group of the weights is 4, 8 or 16 lanes.
+struct Avx512Int4Groups {
+  // Elements of the groups of `columns` columns, one to four: the mask of a load that reads no more.
+  static unsigned mask_of(const Int4Groups& groups, int64_t columns) {
+    return (2u << ((columns / kScaleGroup - 1) >> groups.shift)) - 1;
+  }
+  // Which of these elements belongs to each lane.
+  static __m512i element_of_lane(const Int4Groups& groups) {
+    const __m512i group_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_srl_epi32(group_of_lane, _mm_cvtsi32_si128(groups.shift));
+  }
+  // The zero point of each lane.
+  static __m512i zero(const Int4Groups& groups, int64_t k, int64_t columns) {
+    const __mmask16 mask = static_cast<__mmask16>(mask_of(groups, columns));
+    const __m128i bytes = _mm_maskz_loadu_epi8(mask, groups.zero + ((k / kScaleGroup) >> groups.shift));
+    return _mm512_permutexvar_epi32(element_of_lane(groups), _mm512_cvtepu8_epi32(bytes));
+  }
+  static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
+    const __mmask8 mask = static_cast<__mmask8>(mask_of(groups, columns));
+    const __m128i words = _mm_maskz_loadu_epi16(mask, groups.scale + ((k / kScaleGroup) >> groups.shift));
+    const __m256i bits = _mm256_zextsi128_si256(words);
+    const __m512 scales = groups.scale_is_fp16
+                              ? _mm512_cvtph_ps(bits)
+                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    return _mm512_permutexvar_ps(element_of_lane(groups), scales);
+  }
+};
+
 // As Avx512Float4; the look-up gives the code as a number, of which the zero point of its lane is taken. Without zero
 // points it gives the code less 8.
 template <typename X>
@@ -187,16 +216,6 @@ struct Avx512Int4 : Avx512Float4<X> {
   using Decoded = Avx512Int4;
   using Groups = Int4Groups;
 
-  // Elements of the groups of `columns` columns, one to four: the mask of a load that reads no more.
-  static unsigned mask_of(const Int4Groups& groups, int64_t columns) {
-    return (2u << ((columns / kScaleGroup - 1) >> groups.shift)) - 1;
-  }
-  // Element n of `values` in the lanes of the group of the weights that is the n-th from here; 0 beyond the loaded
-  // ones.
-  static __m512 per_lane(const Int4Groups& groups, __m512 values) {
-    const __m512i group_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutexvar_ps(_mm512_srl_epi32(group_of_lane, _mm_cvtsi32_si128(groups.shift)), values);
-  }
   static void decode(__m512i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m512 (&weight)[8]) {
     __m512 table = _mm512_setr_ps(0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f,
                                   13.0f, 14.0f, 15.0f);
@@ -206,18 +225,12 @@ struct Avx512Int4 : Avx512Float4<X> {
       weight[part] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * part), table);
     }
     if (!groups.zero) return;
-    const __mmask16 mask = static_cast<__mmask16>(mask_of(groups, columns));
-    const __m128i bytes = _mm_maskz_loadu_epi8(mask, groups.zero + ((k / kScaleGroup) >> groups.shift));
-    const __m512 zero = per_lane(groups, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
+    const __m512 zero = _mm512_cvtepi32_ps(Avx512Int4Groups::zero(groups, k, columns));
 #pragma GCC unroll 8
     for (int part = 0; part < 8; ++part) weight[part] = _mm512_sub_ps(weight[part], zero);
   }
   static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
-    const __mmask8 mask = static_cast<__mmask8>(mask_of(groups, columns));
-    const __m128i words = _mm_maskz_loadu_epi16(mask, groups.scale + ((k / kScaleGroup) >> groups.shift));
-    const __m256i bits = _mm256_zextsi128_si256(words);
-    if (groups.scale_is_fp16) return per_lane(groups, _mm512_cvtph_ps(bits));
-    return per_lane(groups, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+    return Avx512Int4Groups::factor(groups, k, columns);
   }
 };
 
