@@ -90,12 +90,10 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
               const DotScratch<Format>& scratch, float* out) {
   using Decoded = typename Format::Decoded;
   static_assert(Format::kMaxTokens >= Decoded::kTileTokens, "decoded rows are for several tiles");
-  constexpr int64_t kElementBytes = sizeof(typename Format::Weight);
-  const int64_t row_bytes = rows.row_stride * kElementBytes;
+  const int64_t row_bytes = rows.row_stride * static_cast<int64_t>(sizeof(typename Format::Weight));
   const bool wide = Format::kWideTokens > 0 && tokens >= kWideFromTokens;
   const int64_t step = wide ? kWideRows : kTileRows;
-  const int64_t stored_bytes = rows.columns / Format::kColumnsPerElement * kElementBytes;
-  int64_t rows_ahead = kAheadBytes / stored_bytes / kTileRows * kTileRows;
+  int64_t rows_ahead = kAheadBytes / rows.stored_bytes() / kTileRows * kTileRows;
   if (rows_ahead < step) rows_ahead = step;
   if (rows_ahead > kRows) rows_ahead = kRows;
   for (int64_t r = 0; r < kRows; r += step) {

@@ -149,8 +149,11 @@ void gate_up_few(const FusedExpertsArgs& args, const LayerBuffers& buffers, cons
   const int64_t tokens = run.end - run.begin, rows = end - begin;
   const char* x[Format::kMaxTokens];
   x_rows(buffers, run.begin, tokens, x);
-  dot_streams<Format>(x, tokens, w13, at_row.gate(begin), at_row.step, rows, scratch.dot.state, scratch.first, rows);
-  dot_streams<Format>(x, tokens, w13, at_row.up(begin), at_row.step, rows, scratch.dot.state, scratch.second, rows);
+  const WeightRows<Format> up = w13.unit(at_row.up(begin), at_row.step);
+  dot_streams<Format>(x, tokens, w13, at_row.gate(begin), at_row.step, rows, &up, scratch.dot.state, scratch.first,
+                      rows);
+  dot_streams<Format>(x, tokens, w13, at_row.up(begin), at_row.step, rows, nullptr, scratch.dot.state, scratch.second,
+                      rows);
   for (int64_t i = begin; i < end; i += kRows) {
     const Sums gate{scratch.first + i - begin, rows}, up{scratch.second + i - begin, rows};
     store_activated<Format>(args, buffers, w13, i, run.begin, tokens, gate, up);
@@ -189,13 +192,15 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
 }
 
 template <typename Format>
-void down_few(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
-              int64_t end, const Scratch<Format>& scratch) {
+void down_few(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* next,
+              int64_t begin, int64_t end, const Scratch<Format>& scratch) {
   const WeightMatrix<Format> w2 = WeightMatrix<Format>::w2(args, run.expert);
   const int64_t tokens = run.end - run.begin, rows = end - begin;
   const char* h[Format::kMaxTokens];
   h_rows(buffers, run.begin, tokens, h);
-  dot_streams<Format>(h, tokens, w2, begin, 1, rows, scratch.dot.state, scratch.first, rows);
+  WeightRows<Format> of_next{};
+  if (next) of_next = WeightMatrix<Format>::w2(args, next->expert).unit(begin, 1);
+  dot_streams<Format>(h, tokens, w2, begin, 1, rows, next ? &of_next : nullptr, scratch.dot.state, scratch.first, rows);
   for (int64_t j = begin; j < end; j += kRows) {
     add_weighted<Format>(buffers, w2, j, run.begin, tokens, {scratch.first + j - begin, rows});
   }
@@ -224,7 +229,7 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
           int64_t begin, int64_t end, char* memory) {
   const Scratch<Format> scratch(args, memory);
   if (run.end - run.begin <= Format::kMaxTokens) {
-    down_few<Format>(args, buffers, run, begin, end, scratch);
+    down_few<Format>(args, buffers, run, next, begin, end, scratch);
   } else {
     down_many<Format>(args, buffers, run, next, begin, end, scratch);
   }

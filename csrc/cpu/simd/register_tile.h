@@ -23,7 +23,6 @@ namespace {
 
 constexpr int kTileRows = 4;
 constexpr int kWideRows = 8;
-constexpr int64_t kLineBytes = 64;
 
 // Hints of __builtin_prefetch. L2 waits for more lines at a time than L1 does: rows that memory limits are fetched into
 // it, though no tile needs them there again.
@@ -32,7 +31,7 @@ constexpr int kIntoL1Only = 0, kIntoL2 = 2, kIntoL1AndL2 = 3;
 // What to fetch while multiplying.
 enum class Ahead {
   kNothing,
-  kRows,        // Format::row_ahead_bytes ahead of where each row is read
+  kRows,        // Block::ahead_bytes from where each row is read; dot_streams.h
   kStream,      // one or two lines per step from a cursor, into L1
   kStreamToL2,  // the same, into L2: L1 is taken by decoded rows
 };
@@ -50,7 +49,7 @@ struct Block {
   const float* scale[kTileRows];  // of each row, one factor per 128 of k; kShared: the first is that of all rows
   typename Format::Groups groups[kTileRows];  // of each row
   const char* ahead;                          // kStream: what the step at `begin` fetches
-  int64_t ahead_bytes;                        // from step to step
+  int64_t ahead_bytes;                        // kRows: from what is read to what is fetched; kStream: from step to step
 
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
@@ -79,7 +78,7 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
 #pragma GCC unroll 8
       for (int n = 0; n < R; ++n) {
         const char* now = reinterpret_cast<const char*>(w + n * row_stride + k);
-        __builtin_prefetch(now + Format::row_ahead_bytes(M), 0, kIntoL2);
+        __builtin_prefetch(now + ahead_bytes, 0, kIntoL2);
       }
     }
     if constexpr (kAhead == Ahead::kStream || kAhead == Ahead::kStreamToL2) {
@@ -134,18 +133,19 @@ void group_tile(const char* const* x, const Block<Format>& block, typename Forma
     for (int n = 0; n < kTileRows; ++n) total[m][n] = block.first ? Format::zero() : state[m * kTileRows + n];
   }
   const char* ahead = block.ahead;
+  const int64_t ahead_bytes = block.ahead_bytes;
   const auto step = [&](int64_t k, auto whole) {
     const int64_t columns = whole ? Format::kStep : block.end - k;
     if constexpr (kAhead == Ahead::kStream) {
       __builtin_prefetch(ahead, 0, kIntoL1AndL2);
-      if (block.ahead_bytes > kLineBytes) __builtin_prefetch(ahead + block.ahead_bytes / 2, 0, kIntoL1AndL2);
-      ahead += block.ahead_bytes;
+      if (ahead_bytes > kLineBytes) __builtin_prefetch(ahead + ahead_bytes / 2, 0, kIntoL1AndL2);
+      ahead += ahead_bytes;
     }
 #pragma GCC unroll 4
     for (int n = 0; n < kTileRows; ++n) {
       const typename Format::Weight* w = block.w + n * block.row_stride + k / Format::kColumnsPerElement;
       if constexpr (kAhead == Ahead::kRows && Format::row_ahead_bytes(M) > 0) {
-        __builtin_prefetch(reinterpret_cast<const char*>(w) + Format::row_ahead_bytes(M), 0, kIntoL1Only);
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + ahead_bytes, 0, kIntoL1Only);
       }
       typename Format::Operand weight[Format::kParts];
       Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), block.groups[n], k, columns, weight);

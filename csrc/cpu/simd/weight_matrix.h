@@ -11,6 +11,13 @@ namespace {
 
 constexpr int kRows = kSizeMultiple;
 
+constexpr int64_t kLineBytes = 64;
+
+// Hints that this memory is wanted soon.
+inline void fetch_bytes(const void* first, int64_t bytes) {
+  for (int64_t n = 0; n < bytes; n += kLineBytes) __builtin_prefetch(static_cast<const char*>(first) + n);
+}
+
 // What MXFP4 has per group of 32 columns, from some row of an expert on. All null in formats without groups.
 struct ExponentGroups {
   const uint8_t* exponents;
@@ -22,6 +29,8 @@ struct ExponentGroups {
     return {exponents + expert * rows * per_row, per_row};
   }
   ExponentGroups from(int64_t row) const { return {exponents + row * per_row, per_row}; }
+  // Of this row.
+  void fetch() const { fetch_bytes(exponents, per_row); }
 };
 
 // The same of INT4.
@@ -42,6 +51,11 @@ struct Int4Groups {
   Int4Groups from(int64_t row) const {
     return {scale + row * per_row, zero ? zero + row * per_row : nullptr, per_row, shift, scale_is_fp16};
   }
+  // Of this row.
+  void fetch() const {
+    fetch_bytes(scale, per_row * 2);
+    if (zero) fetch_bytes(zero, per_row);
+  }
   // The scale's bits and the zero point of the 32 columns from k on, in this row.
   uint16_t scale_at(int64_t k) const { return scale[(k / kScaleGroup) >> shift]; }
   int zero_at(int64_t k) const { return zero ? zero[(k / kScaleGroup) >> shift] : kInt4SymmetricZero; }
@@ -58,6 +72,10 @@ struct WeightRows {
   int64_t step;                    // from row to row, in rows of `groups`
 
   const typename Format::Weight* row(int64_t n) const { return w + n * row_stride; }
+  // Bytes of a row's weights.
+  int64_t stored_bytes() const {
+    return columns / Format::kColumnsPerElement * static_cast<int64_t>(sizeof(typename Format::Weight));
+  }
   // The same from row n on.
   WeightRows from(int64_t n) const { return {row(n), row_stride, columns, scale, groups.from(n * step), step}; }
 };
