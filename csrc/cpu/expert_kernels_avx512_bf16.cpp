@@ -160,7 +160,7 @@ struct DotInt4 : DotFloat4 {
   using Groups = Int4Groups;
 
   static void decode(__m512i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m512bh (&weight)[kParts]) {
-    if (!groups.zero) {
+    if (!groups.has_zero) {
       // Twice: the look-up reads five bits of each word, the fifth is of the next code.
       const __m512i table = _mm512_shuffle_i64x2(differences(), differences(), 0x33);
 #pragma GCC unroll 4
@@ -169,12 +169,14 @@ struct DotInt4 : DotFloat4 {
       }
       return;
     }
-    const __m512i lanes = Avx512Int4Groups::zero(groups, k, columns);
-    const __m512i zero = _mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16));
+    // Of every byte the low and the high half: the low and the high byte of a word are a part each.
+    const __m512i zero = Avx512Int4Groups::zero(groups, k, columns, 0x01010101), half = _mm512_set1_epi8(15);
+    const __m512i even = _mm512_sub_epi8(_mm512_and_si512(codes, half), zero);
+    const __m512i odd = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(codes, 4), half), zero);
+    const __m512i parts[kParts] = {even, odd, _mm512_srli_epi16(even, 8), _mm512_srli_epi16(odd, 8)};
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; ++part) {
-      const __m512i code = _mm512_and_si512(_mm512_srli_epi16(codes, 4 * part), _mm512_set1_epi16(15));
-      weight[part] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_sub_epi16(code, zero), differences()));
+      weight[part] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(parts[part], differences()));
     }
   }
   static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {

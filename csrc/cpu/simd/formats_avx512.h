@@ -191,20 +191,22 @@ struct Avx512Int4Groups {
     const __m512i group_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return _mm512_srl_epi32(group_of_lane, _mm_cvtsi32_si128(groups.shift));
   }
-  // The zero point of each lane.
-  static __m512i zero(const Int4Groups& groups, int64_t k, int64_t columns) {
+  // The zero point of each lane, in those of its bytes that `bytes` has a 1 for.
+  static __m512i zero(const Int4Groups& groups, int64_t k, int64_t columns, uint32_t bytes) {
     const __mmask16 mask = static_cast<__mmask16>(mask_of(groups, columns));
-    const __m128i bytes = _mm_maskz_loadu_epi8(mask, groups.zero + ((k / kScaleGroup) >> groups.shift));
-    return _mm512_permutexvar_epi32(element_of_lane(groups), _mm512_cvtepu8_epi32(bytes));
+    const __m128i four = _mm_maskz_loadu_epi8(mask, groups.zero + ((k / kScaleGroup) >> groups.shift));
+    const __m512i element = _mm512_mullo_epi32(element_of_lane(groups), _mm512_set1_epi32(static_cast<int>(bytes)));
+    const __m512i others = _mm512_set1_epi32(static_cast<int>(0x80 * (0x01010101 - bytes)));
+    return _mm512_shuffle_epi8(_mm512_broadcastd_epi32(four), _mm512_or_si512(element, others));
   }
   static __m512 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
     const __mmask8 mask = static_cast<__mmask8>(mask_of(groups, columns));
-    const __m128i words = _mm_maskz_loadu_epi16(mask, groups.scale + ((k / kScaleGroup) >> groups.shift));
-    const __m256i bits = _mm256_zextsi128_si256(words);
-    const __m512 scales = groups.scale_is_fp16
-                              ? _mm512_cvtph_ps(bits)
-                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-    return _mm512_permutexvar_ps(element_of_lane(groups), scales);
+    const __m128i four = _mm_maskz_loadu_epi16(mask, groups.scale + ((k / kScaleGroup) >> groups.shift));
+    const __m512i element = element_of_lane(groups);
+    if (groups.scale_is_fp16) return _mm512_permutexvar_ps(element, _mm512_cvtph_ps(_mm256_zextsi128_si256(four)));
+    // A BF16 is the upper half of an FP32.
+    const __m512i upper = _mm512_slli_epi32(element, 16);
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper, _mm512_castsi128_si512(four)));
   }
 };
 
@@ -219,13 +221,13 @@ struct Avx512Int4 : Avx512Float4<X> {
   static void decode(__m512i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m512 (&weight)[8]) {
     __m512 table = _mm512_setr_ps(0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f,
                                   13.0f, 14.0f, 15.0f);
-    if (!groups.zero) table = _mm512_sub_ps(table, _mm512_set1_ps(kInt4SymmetricZero));
+    if (!groups.has_zero) table = _mm512_sub_ps(table, _mm512_set1_ps(kInt4SymmetricZero));
 #pragma GCC unroll 8
     for (int part = 0; part < 8; ++part) {
       weight[part] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * part), table);
     }
-    if (!groups.zero) return;
-    const __m512 zero = _mm512_cvtepi32_ps(Avx512Int4Groups::zero(groups, k, columns));
+    if (!groups.has_zero) return;
+    const __m512 zero = _mm512_cvtepi32_ps(Avx512Int4Groups::zero(groups, k, columns, 0x00000001));
 #pragma GCC unroll 8
     for (int part = 0; part < 8; ++part) weight[part] = _mm512_sub_ps(weight[part], zero);
   }

@@ -132,6 +132,8 @@ void group_tile(const char* const* x, const Block<Format>& block, typename Forma
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < kTileRows; ++n) total[m][n] = block.first ? Format::zero() : state[m * kTileRows + n];
   }
+  typename Format::Groups groups[kTileRows];
+  for (int n = 0; n < kTileRows; ++n) groups[n] = block.groups[n].beside(block.groups[0]);
   const char* ahead = block.ahead;
   const int64_t ahead_bytes = block.ahead_bytes;
   const auto step = [&](int64_t k, auto whole) {
@@ -148,8 +150,8 @@ void group_tile(const char* const* x, const Block<Format>& block, typename Forma
         __builtin_prefetch(reinterpret_cast<const char*>(w) + ahead_bytes, 0, kIntoL1Only);
       }
       typename Format::Operand weight[Format::kParts];
-      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), block.groups[n], k, columns, weight);
-      const Vec factor = Format::factor(block.groups[n], k, columns);
+      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), groups[n], k, columns, weight);
+      const Vec factor = Format::factor(groups[n], k, columns);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         Vec sum = Format::zero();

@@ -29,6 +29,8 @@ struct ExponentGroups {
     return {exponents + expert * rows * per_row, per_row};
   }
   ExponentGroups from(int64_t row) const { return {exponents + row * per_row, per_row}; }
+  // These, of the same tensor as `other`: what the two have in common is taken from there, and known to be one value.
+  ExponentGroups beside(const ExponentGroups& /*other*/) const { return *this; }
   // Of this row.
   void fetch() const { fetch_bytes(exponents, per_row); }
 };
@@ -36,29 +38,34 @@ struct ExponentGroups {
 // The same of INT4.
 struct Int4Groups {
   const uint16_t* scale;
-  const uint8_t* zero;  // or null
+  const uint8_t* zero;  // unless has_zero, null
   int64_t per_row;
   int shift;  // from groups of 32 columns to those of the weights
-  bool scale_is_fp16;
+  bool has_zero, scale_is_fp16;
 
   // `scales`: an Int4Scales.
   static Int4Groups of(const uint8_t* scales, int64_t expert, int64_t rows, int64_t columns) {
     const Int4Scales& tensor = *reinterpret_cast<const Int4Scales*>(scales);
     const int64_t per_row = columns / tensor.group, first = expert * rows * per_row;
     const int shift = tensor.group == 128 ? 2 : tensor.group == 64 ? 1 : 0;
-    return {tensor.scale + first, tensor.zero ? tensor.zero + first : nullptr, per_row, shift, tensor.scale_is_fp16};
+    const bool has_zero = tensor.zero != nullptr;
+    const uint8_t* zero = has_zero ? tensor.zero + first : nullptr;
+    return {tensor.scale + first, zero, per_row, shift, has_zero, tensor.scale_is_fp16};
   }
   Int4Groups from(int64_t row) const {
-    return {scale + row * per_row, zero ? zero + row * per_row : nullptr, per_row, shift, scale_is_fp16};
+    return {scale + row * per_row, has_zero ? zero + row * per_row : nullptr, per_row, shift, has_zero, scale_is_fp16};
+  }
+  Int4Groups beside(const Int4Groups& other) const {
+    return {scale, zero, other.per_row, other.shift, other.has_zero, other.scale_is_fp16};
   }
   // Of this row.
   void fetch() const {
     fetch_bytes(scale, per_row * 2);
-    if (zero) fetch_bytes(zero, per_row);
+    if (has_zero) fetch_bytes(zero, per_row);
   }
   // The scale's bits and the zero point of the 32 columns from k on, in this row.
   uint16_t scale_at(int64_t k) const { return scale[(k / kScaleGroup) >> shift]; }
-  int zero_at(int64_t k) const { return zero ? zero[(k / kScaleGroup) >> shift] : kInt4SymmetricZero; }
+  int zero_at(int64_t k) const { return has_zero ? zero[(k / kScaleGroup) >> shift] : kInt4SymmetricZero; }
 };
 
 // 16 rows of weights of one expert.
