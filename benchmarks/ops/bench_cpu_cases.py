@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from moe_optimizer.ops import reference
 from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.fused_experts import run
+from moe_optimizer.ops.int4 import Int4Weight, quantize_int4
+from moe_optimizer.ops.int4_experts import Int4Inputs, run_int4
 from moe_optimizer.ops.mxfp4 import quantize_mxfp4
 
 BLOCK = 128
@@ -48,19 +50,24 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The layer in BF16 as the checkpoint has it, in E4M3 with block scales, in MXFP4, and as vLLM repacks it."""
+class Layer:
+    """The experts in one format, as our kernels read them."""
 
-    w13: Tensor
-    w2: Tensor
-    w13_fp8: Tensor
-    w2_fp8: Tensor
-    w13_scale: Tensor
-    w2_scale: Tensor
-    w13_mxfp4: Tensor
-    w2_mxfp4: Tensor
-    w13_exponents: Tensor
-    w2_exponents: Tensor
+    w13: Tensor | Int4Weight
+    w2: Tensor | Int4Weight
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+
+    def large_tensors(self) -> list[Tensor]:
+        """Return what is moved to huge pages: the weights, not their scales."""
+        return [weight.codes if isinstance(weight, Int4Weight) else weight for weight in (self.w13, self.w2)]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The layer in some of `FORMATS`, and as vLLM repacks it."""
+
+    layers: dict[str, Layer]
     w13_stock: Tensor
     w2_stock: Tensor
 
@@ -77,17 +84,14 @@ def load_stock(build: str) -> None:
     torch.ops.load_library(Path(spec.submodule_search_locations[0]) / name)
 
 
-def make_weights(shape: Shape, seed: int) -> Weights:
-    """Random weights in all four forms."""
+def make_weights(shape: Shape, seed: int, formats: Sequence[str]) -> Weights:
+    """Random weights: as the checkpoint has them, in `formats`, and as vLLM's kernel reads them."""
     generator = torch.Generator().manual_seed(seed)
     w13 = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
     w2 = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
     w13.normal_(std=shape.hidden**-0.5, generator=generator)
     w2.normal_(std=shape.intermediate**-0.5, generator=generator)
-    fp8 = (*_quantize(w13), *_quantize(w2))
-    stock = [prepacked(weight) for weight in (w13, w2)]
-    mxfp4 = (*quantize_mxfp4(w13), *quantize_mxfp4(w2))
-    return Weights(w13, w2, fp8[0], fp8[2], fp8[1], fp8[3], mxfp4[0], mxfp4[2], mxfp4[1], mxfp4[3], *stock)
+    return Weights({name: FORMATS[name](w13, w2) for name in formats}, prepacked(w13), prepacked(w2))
 
 
 def prepacked(weight: Tensor) -> Tensor:
@@ -95,6 +99,31 @@ def prepacked(weight: Tensor) -> Tensor:
     packed = torch.empty_like(weight)
     torch.ops._C.prepack_moe_weight(weight, packed, "vec")
     return packed
+
+
+def _to_fp8(w13: Tensor, w2: Tensor) -> Layer:
+    (w13_codes, w13_scale), (w2_codes, w2_scale) = _quantize(w13), _quantize(w2)
+    return Layer(w13_codes, w2_codes, w13_scale, w2_scale)
+
+
+def _to_mxfp4(w13: Tensor, w2: Tensor) -> Layer:
+    (w13_codes, w13_exponents), (w2_codes, w2_exponents) = quantize_mxfp4(w13), quantize_mxfp4(w2)
+    return Layer(w13_codes, w2_codes, w13_exponents, w2_exponents)
+
+
+def _to_int4(group: int) -> Callable[[Tensor, Tensor], Layer]:
+    return lambda w13, w2: Layer(quantize_int4(w13, group), quantize_int4(w2, group))
+
+
+FORMATS: dict[str, Callable[[Tensor, Tensor], Layer]] = {
+    "bf16": Layer,
+    "fp8": _to_fp8,
+    "mxfp4": _to_mxfp4,
+    "int4-32": _to_int4(32),
+    "int4-64": _to_int4(64),
+    "int4-128": _to_int4(128),
+}
+"""FP8: E4M3 with scales of 128x128 weights. INT4: groups of so many, without zero points."""
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +166,7 @@ Side = Callable[[Batch, Tensor], None]
 
 
 def make_sides(weights: Weights, isa: str) -> dict[str, Side]:
-    """VLLM's kernel on its repacked BF16 weights, ours on BF16, E4M3 and MXFP4 weights."""
+    """VLLM's kernel on its repacked BF16 weights, ours on each format."""
 
     def stock_bf16(batch: Batch, out: Tensor) -> None:
         torch.ops._C.cpu_fused_moe(
@@ -145,20 +174,21 @@ def make_sides(weights: Weights, isa: str) -> dict[str, Side]:
             *(batch.topk_weights, batch.topk_ids, False, "silu", "vec"),
         )
 
-    def ours_bf16(batch: Batch, out: Tensor) -> None:
-        rest = (None, None, None, None, None, "silu")
-        run(Inputs(batch.x, weights.w13, weights.w2, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
+    return {"stock_bf16": stock_bf16, **{f"ours_{name}": _ours(layer, isa) for name, layer in weights.layers.items()}}
 
-    def ours_fp8(batch: Batch, out: Tensor) -> None:
-        rest = (None, weights.w13_scale, weights.w2_scale, None, None, "silu")
-        run(Inputs(batch.x, weights.w13_fp8, weights.w2_fp8, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
 
-    def ours_mxfp4(batch: Batch, out: Tensor) -> None:
-        rest = (None, weights.w13_exponents, weights.w2_exponents, None, None, "silu")
-        matrices = (weights.w13_mxfp4, weights.w2_mxfp4)
-        run(Inputs(batch.x, *matrices, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
+def _ours(layer: Layer, isa: str) -> Side:
+    w13, w2 = layer.w13, layer.w2
 
-    return {"stock_bf16": stock_bf16, "ours_bf16": ours_bf16, "ours_fp8": ours_fp8, "ours_mxfp4": ours_mxfp4}
+    def side(batch: Batch, out: Tensor) -> None:
+        routing = (batch.topk_weights, batch.topk_ids)
+        if isinstance(w13, Int4Weight) and isinstance(w2, Int4Weight):
+            run_int4(Int4Inputs(batch.x, *w13, *w2, *routing, None, None, None, "silu"), out, isa=isa)
+        elif isinstance(w13, Tensor) and isinstance(w2, Tensor):
+            rest = (None, layer.w13_scale, layer.w2_scale, None, None, "silu")
+            run(Inputs(batch.x, w13, w2, *routing, *rest), out, isa=isa)
+
+    return side
 
 
 def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[str, float]:
@@ -167,19 +197,15 @@ def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[
     Raises:
         SystemExit: an error is above twice torch's.
     """
-    common = (batch.topk_weights, batch.topk_ids)
-    scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
-    exponents = {"w13_scale": weights.w13_exponents, "w2_scale": weights.w2_exponents}
-    layers: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
-        "bf16": (weights.w13, weights.w2, {}),
-        "fp8": (weights.w13_fp8, weights.w2_fp8, scales),
-        "mxfp4": (weights.w13_mxfp4, weights.w2_mxfp4, exponents),
-    }
     ratios = {}
     for name, side in sides.items():
-        w13, w2, keywords = layers[name.rsplit("_", 1)[1]]
-        want = reference.fused_experts(batch.x.float(), w13, w2, *common, **keywords)
-        in_torch = reference.fused_experts(batch.x, w13, w2, *common, **keywords, compute_dtype=torch.bfloat16)
+        layer = weights.layers[name.rsplit("_", 1)[1]]
+        keywords: dict[str, Any] = {}
+        if layer.w13_scale is not None:
+            keywords = {"w13_scale": layer.w13_scale, "w2_scale": layer.w2_scale}
+        given = (layer.w13, layer.w2, batch.topk_weights, batch.topk_ids)
+        want = reference.fused_experts(batch.x.float(), *given, **keywords)
+        in_torch = reference.fused_experts(batch.x, *given, **keywords, compute_dtype=torch.bfloat16)
         out = torch.full_like(batch.x, float("nan"))
         side(batch, out)
         ratios[name] = float((out.float() - want).abs().max() / (in_torch.float() - want).abs().max())

@@ -8,7 +8,8 @@ Right results come first: each side's error against FP32 is bounded before anyth
 
 Our weights are on huge pages, as the plugin puts them when it has loaded a layer; vLLM's are as vLLM leaves them.
 Printed per case: how often ours fits into vLLM's time (median, and the middle half of the repetitions), then the rates,
-with the share of what the machine reads (or multiplies, from 256 tokens) in the same turns.
+with the share of what the machine reads (or multiplies, from 256 tokens) in the same turns, and how often each side
+fits into the time of ours on FP8.
 Run it on a quiet machine. A turn in which another process took a processor from us does not count, unless there are too
 few others; the record says how many there were, the load average, and how much of the processors each side got.
 """
@@ -34,6 +35,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 from bench_cpu_cases import (  # noqa: E402
+    FORMATS,
     SHAPES,
     Batch,
     Shape,
@@ -49,7 +51,7 @@ from bench_cpu_ceilings import Ceilings  # noqa: E402
 from benchmarks.record import cpu_name, cpu_slug, head, packages, parser_of, system_name, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
-from moe_optimizer.specs.expert_formats import MXFP4_BITS  # noqa: E402
+from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4_BITS, four_bits  # noqa: E402
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
 COMPUTE_BOUND_TOKENS = 256
@@ -59,8 +61,13 @@ PATIENCE = 4
 """How many times the seconds of a case are spent on finding turns that no other process disturbed."""
 QUIET_SWITCHES_PER_S = 20
 """The system itself takes a processor this often; a busy process does every few milliseconds."""
-STOCK = "stock_bf16"
-BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1 + 4 / 128**2, "mxfp4": MXFP4_BITS / 8}
+STOCK, FP8 = "stock_bf16", "ours_fp8"
+BYTES_PER_WEIGHT = {
+    "bf16": 2.0,
+    "fp8": 1 + 4 / 128**2,
+    "mxfp4": MXFP4_BITS / 8,
+    **{f"int4-{group}": four_bits(INT4, group) / 8 for group in INT4_GROUPS},
+}
 """Scales included."""
 SEED = 20261120
 
@@ -83,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, write=True)
     parser.add_argument(
         "--shapes", type=some_of(SHAPES), default="qwen3-30b-a3b", help=f"comma separated, of {', '.join(SHAPES)}"
+    )
+    parser.add_argument(
+        "--formats",
+        type=some_of(FORMATS),
+        default="bf16,fp8,mxfp4",
+        help=f"of our weights, with bf16, comma separated, of {', '.join(FORMATS)}",
     )
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma separated")
     parser.add_argument(
@@ -112,11 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = []
     for name in options.shapes:
         shape = SHAPES[name]
-        weights = make_weights(shape, SEED)
+        weights = make_weights(shape, SEED, options.formats)
         why_small_pages = "--small-pages"
         if not options.small_pages:
-            ours = (weights.w13, weights.w2, weights.w13_fp8, weights.w2_fp8, weights.w13_mxfp4, weights.w2_mxfp4)
-            outcomes = [use_huge_pages(tensor) for tensor in ours]
+            outcomes = [use_huge_pages(tensor) for layer in weights.layers.values() for tensor in layer.large_tensors()]
             why_small_pages = "; ".join(sorted({reason for done, reason in outcomes if not done}))
             if why_small_pages:
                 print(f"{name}: some of our weights are on small pages: {why_small_pages}")
@@ -195,6 +207,7 @@ def measure(
         "read_gb_per_s": statistics.median(turn.read_bytes_per_s for turn in counted) / 1e9,
         "fp32_gemm_gflop_per_s": statistics.median(products) / 1e9 if products else None,
         "ratio_to_stock_bf16": {name: _ratio(counted, name) for name in sides if name != STOCK},
+        "ratio_to_ours_fp8": {name: _ratio(counted, name, FP8) for name in sides if name != FP8 and FP8 in sides},
         "sides": {name: _side_result(shape, tokens, name, counted, threads) for name in sides},
     }
 
@@ -214,8 +227,8 @@ def run_turn(batch: Batch, sides: dict[str, Side], order: Sequence[str]) -> Turn
     return turn
 
 
-def _ratio(turns: Sequence[Turn], name: str) -> dict[str, float]:
-    ratios = [turn.wall[STOCK] / turn.wall[name] for turn in turns]
+def _ratio(turns: Sequence[Turn], name: str, other: str = STOCK) -> dict[str, float]:
+    ratios = [turn.wall[other] / turn.wall[name] for turn in turns]
     quartiles = statistics.quantiles(ratios, n=4)
     return {"median": statistics.median(ratios), "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
 
@@ -280,13 +293,18 @@ def _case_line(name: str, case: dict[str, Any]) -> str:
         f"{side} {ratio['median']:5.2f}x [{ratio['quartile_1']:.2f}, {ratio['quartile_3']:.2f}]"
         for side, ratio in case["ratio_to_stock_bf16"].items()
     )
+    beside_fp8 = "  ".join(
+        f"{side} {ratio['median']:5.2f}x [{ratio['quartile_1']:.2f}, {ratio['quartile_3']:.2f}]"
+        for side, ratio in case["ratio_to_ours_fp8"].items()
+    )
     rates = "  ".join(
         f"{side} {result['median_ms']:.2f} ms, {result['weight_gb_per_s']:.1f} GB/s, "
         f"{result['gflop_per_s']:.0f} GFLOP/s, {_share(result)}, cpu {result['share_of_the_processors']:.0%}"
         for side, result in case["sides"].items()
     )
     turns = f"{case['undisturbed_turns']} of {case['turns']} turns undisturbed"
-    return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}  ({turns})\n    {rates}"
+    line = f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}  ({turns})\n    {rates}"
+    return f"{line}\n    beside our FP8: {beside_fp8}" if beside_fp8 else line
 
 
 def _share(result: dict[str, Any]) -> str:
