@@ -120,20 +120,24 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
   }
 }
 
+// Up to so many tokens the loops with and without zero points are two. Measured: with more, one is faster.
+constexpr int kTokensOfTwoLoops = 3;
+
 // tile() of weights in four bits, whose groups of 32 columns have a scale each.
 //
 // A step of kStep columns of one row is decoded into registers for all M tokens: a vector of each part, lane i of every
 // part from the same group, so that one factor per lane scales the sum of the step. No registers are left for sums of
 // several rows at a time, and activations come from the L1 cache.
-template <typename Format, int M, Ahead kAhead>
-void group_tile(const char* const* x, const Block<Format>& block, typename Format::Vec* state, float* out) {
+template <typename Format, int M, Ahead kAhead, typename HasZero>
+void group_tile(const char* const* x, const Block<Format>& block, HasZero has_zero, typename Format::Vec* state,
+                float* out) {
   using Vec = typename Format::Vec;
   Vec total[M][kTileRows];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < kTileRows; ++n) total[m][n] = block.first ? Format::zero() : state[m * kTileRows + n];
   }
   typename Format::Groups groups[kTileRows];
-  for (int n = 0; n < kTileRows; ++n) groups[n] = block.groups[n].beside(block.groups[0]);
+  for (int n = 0; n < kTileRows; ++n) groups[n] = block.groups[n].beside(block.groups[0], has_zero);
   const char* ahead = block.ahead;
   const int64_t ahead_bytes = block.ahead_bytes;
   const auto step = [&](int64_t k, auto whole) {
@@ -184,8 +188,14 @@ void tile(const char* const* x, const Block<Format>& block, typename Format::Vec
   using Vec = typename Format::Vec;
   if constexpr (Format::kGroupScales) {
     static_assert(R == kTileRows, "decoding takes the registers of more");
-    group_tile<Format, M, kAhead>(x, block, state, out);
-    return;
+    if constexpr (Format::Groups::kMayHaveZero && M <= kTokensOfTwoLoops) {
+      if (block.groups[0].has_zero) return group_tile<Format, M, kAhead>(x, block, std::true_type{}, state, out);
+      return group_tile<Format, M, kAhead>(x, block, std::false_type{}, state, out);
+    } else if constexpr (Format::Groups::kMayHaveZero) {
+      return group_tile<Format, M, kAhead>(x, block, block.groups[0].has_zero, state, out);
+    } else {
+      return group_tile<Format, M, kAhead>(x, block, std::false_type{}, state, out);
+    }
   } else {
     Vec total[M][R];
 #pragma GCC unroll 8

@@ -29,8 +29,9 @@ struct ExponentGroups {
     return {exponents + expert * rows * per_row, per_row};
   }
   ExponentGroups from(int64_t row) const { return {exponents + row * per_row, per_row}; }
+  static constexpr bool kMayHaveZero = false;
   // These, of the same tensor as `other`: what the two have in common is taken from there, and known to be one value.
-  ExponentGroups beside(const ExponentGroups& /*other*/) const { return *this; }
+  ExponentGroups beside(const ExponentGroups& /*other*/, bool /*has_zero*/) const { return *this; }
   // Of this row.
   void fetch() const { fetch_bytes(exponents, per_row); }
 };
@@ -55,8 +56,9 @@ struct Int4Groups {
   Int4Groups from(int64_t row) const {
     return {scale + row * per_row, has_zero ? zero + row * per_row : nullptr, per_row, shift, has_zero, scale_is_fp16};
   }
-  Int4Groups beside(const Int4Groups& other) const {
-    return {scale, zero, other.per_row, other.shift, other.has_zero, other.scale_is_fp16};
+  static constexpr bool kMayHaveZero = true;
+  Int4Groups beside(const Int4Groups& other, bool has_zero) const {
+    return {scale, zero, other.per_row, other.shift, has_zero, other.scale_is_fp16};
   }
   // Of this row.
   void fetch() const {
