@@ -31,13 +31,12 @@ struct Avx2BFloat16 : Fp32Format<Avx2, BFloat16> {
   }
 };
 
-// E4M3 moved into the bits of an FP16 is the value times 2^-8, subnormals included; only NaN needs a case.
-inline __m128i fp8_to_fp16_bits(const Float8E4M3* w) {
-  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w)));
-  const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
-  const __m128i largest = _mm_set1_epi16(0x3f80);
-  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(bits, largest), largest);
-  return _mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+// 16 codes. E4M3 moved into the bits of an FP16 is the value times 2^-8, subnormals included; only NaN needs a case.
+inline __m256i fp8_to_fp16_bits(const Float8E4M3* w) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  const __m256i largest = _mm256_set1_epi16(0x3f80);
+  return _mm256_or_si256(bits, _mm256_cmpeq_epi16(_mm256_and_si256(bits, largest), largest));
 }
 
 template <typename X>
@@ -46,12 +45,16 @@ struct Avx2Float8 : Fp32Format<Avx2, X> {
   using Decoded = DecodedFp8Weights<Avx2, X>;
   static constexpr bool kDecodes = true;
   static constexpr float kUnit = 256.0f;
-  static __m256 weight(const Weight* w, int /*part*/) { return _mm256_cvtph_ps(fp8_to_fp16_bits(w)); }
+  static constexpr int kStep = 16, kParts = 2;
+  static __m256 weight(const Weight* w, int part) {
+    const __m256i bits = fp8_to_fp16_bits(w);
+    return _mm256_cvtph_ps(part == 0 ? _mm256_castsi256_si128(bits) : _mm256_extracti128_si256(bits, 1));
+  }
   // `ahead`: half as many bytes to fetch meanwhile, or null.
   static void decode_row(const Weight* w, int64_t columns, Float16* out, const char* ahead) {
-    for (int64_t k = 0; k < columns; k += 8) {
+    for (int64_t k = 0; k < columns; k += 16) {
       if (ahead && k % 128 == 0) __builtin_prefetch(ahead + k / 2, 0, 2);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), fp8_to_fp16_bits(w + k));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), fp8_to_fp16_bits(w + k));
     }
   }
 };
