@@ -29,14 +29,15 @@ struct Avx512 {
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
   }
-  // Four sums of lanes: halves, quarters, then pairs.
+  // Four sums of lanes: pairs of registers become one, then quarters of a register are added.
   static void store_sums(const Vec* v, float* out) {
-    __m256 y[kTileRows];
-    for (int n = 0; n < kTileRows; ++n) {
-      y[n] = _mm256_add_ps(_mm512_castps512_ps256(v[n]), _mm512_extractf32x8_ps(v[n], 1));
-    }
-    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d lows = _mm512_castps_pd(low), highs = _mm512_castps_pd(high);
+    const __m512 four = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lows, highs)),
+                                      _mm512_castpd_ps(_mm512_unpackhi_pd(lows, highs)));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
   }
   static void store_rounded(const float* values, float* out) { store(out, load(values)); }
   static void store_rounded(const float* values, Float16* out) {
