@@ -8,6 +8,8 @@ from benchmarks.claims.claim import Claim, Table, cases
 
 _PAGE = "docs/kernel_speeds.md"
 _CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"
+_CPU_FOUR_BIT_AVX512 = "2026-11-27_epyc-avx512_bf16_four_bit_experts"
+_CPU_FOUR_BIT_AVX2 = "2026-11-27_epyc-avx2_four_bit_experts"
 _FORMS = "2026-11-27_h100_four_bit_forms"
 _H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
 _VLLM = "vllm"
@@ -177,6 +179,25 @@ def _copies_of_exponents(record: Any) -> list[float]:
     return [whole - without for whole, without in pairs]
 
 
+def _four_bits_on_a_cpu(avx512: Any, avx2: Any, tokens: str) -> list[float]:
+    """Return how many times as fast as FP8, and the share of the read rate in percent."""
+    found: list[float] = []
+    for record, formats in ((avx512, ("mxfp4", "int4-32", "int4-128")), (avx2, ("mxfp4", "int4-128"))):
+        for case in cases(record, tokens=int(tokens)):
+            for name in formats:
+                side = f"ours_{name}"
+                found += [case["ratio_to_ours_fp8"][side]["median"], 100 * case["sides"][side]["share_of_read"]]
+            if record is avx512:
+                found.append(100 * case["sides"]["ours_fp8"]["share_of_read"])
+    return found
+
+
+def _least_and_most_over_fp8(record: Any) -> list[float]:
+    ratios = [case["ratio_to_ours_fp8"][f"ours_{name}"]["median"] for case in record["cases"]
+              for name in ("mxfp4", "int4-32", "int4-128")]  # fmt: skip
+    return [min(ratios), max(ratios)]
+
+
 CLAIMS = [
     Claim(
         "docs/adr/0013-two-chained-launches-for-small-batches.md",
@@ -194,6 +215,15 @@ CLAIMS = [
             ("A quarter of Mixtral 8x7B", "mixtral-8x7b-tp4"),
             ("16 experts of the size of DeepSeek-V3", "deepseek-v3-ep16"),
         )
+    ),
+    Table(
+        _PAGE, "| T |", "### Four bits beside FP8", 1, (_CPU_FOUR_BIT_AVX512, _CPU_FOUR_BIT_AVX2), _four_bits_on_a_cpu
+    ),
+    Claim(
+        "docs/passes/four_bit.md",
+        "{1.5} to {1.9} times as fast as in FP8\nwith AVX-512 BF16",
+        (_CPU_FOUR_BIT_AVX512,),
+        _least_and_most_over_fp8,
     ),
     Table(_PAGE, "| T |", "longer.", 1, (_H200,), _h200),
     Table(_PAGE, "| T |", "Speed from router logits", 1, (_H200,), _from_logits),
