@@ -14,7 +14,6 @@ TOKENS = (1, 2, 4, 8)
 """For which both are timed; what wins at two neighbours wins between them."""
 _COLD_BYTES = 160 << 20
 """Of weights that are read in turns: three times what L2 of an H100 or H200 holds."""
-_MAX_CALLS = 32
 _REPETITIONS = 7
 _MARGIN = 0.97
 """Chosen: ours has to take at most so much of the other's time, so that noise does not choose."""
@@ -88,7 +87,7 @@ def _cold(layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
     held = 0
     for count, layer in enumerate(layers, start=1):
         held += _bytes(layer.w)
-        if held >= _COLD_BYTES or count == _MAX_CALLS:
+        if held >= _COLD_BYTES:
             return layers[:count]
     return layers
 

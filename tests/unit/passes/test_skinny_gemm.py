@@ -1,4 +1,4 @@
-"""Products of few tokens with dense weights: where the kernel fits; in FP8 only where they are asked for."""
+"""Products of few tokens with dense weights: where the kernel fits, in BF16 by itself and in FP8 where asked for."""
 
 from __future__ import annotations
 
@@ -82,8 +82,10 @@ def test_where_fp8_has_the_experts_alone_the_dense_weights_are_in_bf16():
         ({"hardware": gpus("a100_80gb", 1)}, "found 8.0"),
         ({"dtype": "float16"}, "float16"),
         ({"pinned": {"--enable-lora": ""}}, "--enable-lora"),
+        ({"pinned": {"--cpu-offload-gb": "8"}}, "--cpu-offload-gb"),
+        ({"pinned": {"--offload-backend": "prefetch"}}, "--offload-backend"),
     ],
-    ids=["CPU", "Ampere", "FP16", "LoRA"],
+    ids=["CPU", "Ampere", "FP16", "LoRA", "weights in host memory", "weights fetched ahead"],
 )
 def test_where_it_cannot_be_the_reason_is_said(changes, reason):
     decision = decide(**changes)
