@@ -71,10 +71,9 @@ struct GroupedLaunch {
   int32_t prepare_blocks;  // that prepare the tokens, beside those that count pairs
   int32_t cluster_blocks;  // 1, or 2 in pairs
   bool doubled;            // two blocks of a multiprocessor
-  int32_t scale_bytes;     // of the buffers beside the ring with the scales of tiles (TileScales); 0: in the stages
 
   MOEOPT_FIELDS(mode, tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks,
-                cluster_blocks, doubled, scale_bytes)
+                cluster_blocks, doubled)
 };
 
 // Null where a mode does not use it.
