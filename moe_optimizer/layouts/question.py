@@ -46,6 +46,8 @@ class LayoutQuestion:
     step_tokens: int = STEP_TOKENS
     expert_bits: float
     linear_bits: float
+    fp8_blocks: bool = False
+    """Whether vLLM converts the experts to FP8 by block while it loads: it fills a slice of them up to whole blocks."""
     weights: str = ""
     """How the experts are stored, as the tables of kernel speeds say it; "": no table is asked."""
     speeds: SpeedTables = field(default_factory=SpeedTables)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from moe_optimizer.costs.comm import send_us
+from moe_optimizer.costs.fp8_blocks import padded_experts
 from moe_optimizer.costs.memory import kv_bytes_per_token, plan_memory
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
@@ -54,9 +55,14 @@ def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
     sequences = question.memory.max_num_seqs
     if question.max_running is None:
         sequences = min(question.most_running(layout), STEP_TOKENS)
+    expert_bits = question.memory.expert_bits
+    if question.fp8_blocks and expert_bits is not None:
+        slices = layout.tensor_parallel_size * layout.data_parallel_size
+        expert_bits *= padded_experts(question.model, slices, expert_parallel=layout.expert_parallel)
     return plan_memory(
         replace(
             question.memory,
+            expert_bits=expert_bits,
             max_num_seqs=sequences,
             num_devices=layout.tensor_parallel_size,
             data_parallel_size=layout.data_parallel_size,

@@ -130,6 +130,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         max_running=None if ctx.batch_is_of_clients else ctx.workload.batch_size,
         expert_bits=expert_bits,
         linear_bits=linear_bits,
+        fp8_blocks=_fills_blocks(ctx, converted),
         weights=_stored_experts(ctx, converted),
         speeds=ctx.software.kernel_speeds,
         our_kernels=_ours(ctx),
@@ -140,6 +141,13 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         prompt_graphs=prompts_have_graphs(ctx, STEP_TOKENS),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
+
+
+def _fills_blocks(ctx: PlanContext, converted: tuple[float, float] | None) -> bool:
+    """Return whether the fp8 pass will have vLLM convert the experts by block."""
+    by_argument = "fp8" in (ctx.pinned.value("--quantization") or "")
+    by_block = ctx.profile.passes.fp8.granularity != "channel"
+    return converted is not None and converted[0] == _FP8_BITS and by_block and not by_argument
 
 
 def _converted_bits(ctx: PlanContext) -> tuple[float, float] | None:

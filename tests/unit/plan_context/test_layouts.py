@@ -114,6 +114,15 @@ def test_prefill_and_decode_apart_can_be_pinned():
     assert plan.num_gpus == 4
 
 
+@pytest.mark.parametrize("layout", ["tp8", "tp2x4", "tp1dp8ep", "tp2dp4"])
+def test_experts_in_fp8_are_filled_up_to_whole_blocks_in_the_layouts_as_in_the_plan(layout):
+    # Slices of 96 of 768 rows in tp8 and tp2dp4: blocks have 128.
+    plan = planned(layout=layout, wishes=resolve_wishes(("fp8",), ()))
+    (estimate,) = (each for each in choice_of(plan).estimates if each.layout == layout)
+    assert plan.memory is not None
+    assert estimate.weight_bytes == plan.memory.weight_bytes
+
+
 def test_copies_with_whole_experts_can_be_pinned():
     plan = planned(layout="tp2dp4ep")
     assert (plan.parallelism.data_parallel_size, plan.parallelism.expert_parallel) == (4, True)
