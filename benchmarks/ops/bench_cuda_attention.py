@@ -152,8 +152,10 @@ class Step:
         self.scale = torch.ones((), device="cuda")  # of an FP8 cache
 
     def queries(self) -> Tensor:
-        """Make the queries."""
-        return self.call.q.copy_(self.source)
+        """Make the queries, by a kernel: a launch after a copy (a memcpy node of the graph) cannot start early."""
+        import torch
+
+        return torch.mul(self.source, 1, out=self.call.q)
 
     def ours(self, what: str) -> Tensor:
         """Ours."""
@@ -275,9 +277,11 @@ def measure(shape: Heads, tokens: int, length: int, repetitions: int, facts: dic
 
 def run(step: Step, side: str, what: str) -> Tensor:
     """Run what stands around attention, and attention of `side`; "rest": none."""
+    import torch
+
     step.queries()
     out = step.call.out if side == "rest" else step.ours(what) if side == "ours" else step.theirs(what)
-    return step.result.copy_(out) if what == "layer" else out
+    return torch.mul(out, 1, out=step.result) if what == "layer" else out
 
 
 def why_wrong(step: Step) -> str:

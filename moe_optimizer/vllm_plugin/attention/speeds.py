@@ -29,7 +29,7 @@ _MARGIN = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Microseconds of one layer: the new keys are stored, then attention; and the copy of its queries before."""
+    """Microseconds of one layer: the new keys are stored, then attention; and what makes its queries before."""
 
     tokens: int
     length: int
@@ -127,7 +127,7 @@ class Pool:
             self._impl.forward(self._layer, q, keys, values, self._cache, of_call, out)
 
         steps = [(table, slots_of(table)) for table in tables]
-        graphs = [self._captured(attend, steps, lambda: q.copy_(source)) for attend in (ours, theirs)]
+        graphs = [self._captured(attend, steps, lambda: torch.mul(source, 1, out=q)) for attend in (ours, theirs)]
         return Timed(tokens, length, *(each / count for each in _replayed(graphs)))
 
     def _metadata(self, tokens: int, length: int) -> Any:
@@ -158,7 +158,8 @@ class Pool:
         steps: Sequence[tuple[Tensor, Tensor]],
         before: Callable[[], object],
     ) -> torch.cuda.CUDAGraph:
-        # What makes the queries stands between two calls, as in a model: without it the one would overlap the other.
+        # What makes the queries stands between two calls, as in a model: without it the one would overlap the other. It
+        # is a kernel, as there: a launch after a copy (a memcpy node) cannot start early.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             attend(*steps[0])  # what is allocated or loaded once is not in the graph
