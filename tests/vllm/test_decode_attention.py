@@ -293,6 +293,28 @@ def test_it_has_to_be_faster_at_every_length():
     assert lengths(300) == (300,)
 
 
+def test_requests_of_a_timed_call_have_blocks_of_their_own(monkeypatch):
+    from moe_optimizer.vllm_plugin.attention import speeds
+
+    class Pool:
+        """Of 2048 blocks of 16 keys; ours is faster at everything."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def keys_of_each(self, tokens: int) -> int:
+            return 2048 // tokens * 16
+
+        def timed(self, tokens: int, length: int) -> Any:
+            return speeds.Timed(tokens, length, 1.0, 2.0)
+
+    monkeypatch.setattr(speeds, "Pool", Pool)
+    found = [(each.tokens, each.length) for each in speeds.times(make_layer(), server_config())]
+    assert found == [
+        (1, 512), (1, 4096), (1, 32768), (2, 512), (2, 4096), (2, 16384), (4, 512), (4, 4096), (4, 8192),
+        (8, 512), (8, 4096),
+    ]  # fmt: skip
+
+
 def test_what_is_required_and_cannot_be_ends_the_start(computed, tmp_path, monkeypatch):
     session = planned(tmp_path, monkeypatch, required=True)
     with pytest.raises(RequiredNotAppliedError, match="KV connector"):

@@ -51,16 +51,17 @@ def times(layer: Any, vllm_config: Any) -> tuple[Timed, ...]:
     for tokens in TOKENS:
         if tokens > vllm_config.scheduler_config.max_num_seqs:
             break
-        at_lengths = [pool.timed(tokens, length) for length in lengths(vllm_config.model_config.max_model_len)]
+        longest = min(vllm_config.model_config.max_model_len, pool.keys_of_each(tokens))
+        at_lengths = [pool.timed(tokens, length) for length in lengths(longest)]
         found += at_lengths
         if not all(each.is_faster for each in at_lengths):
             break
     return tuple(found)
 
 
-def lengths(max_model_len: int) -> tuple[int, ...]:
-    """Return the lengths of contexts at which both are timed."""
-    return tuple(sorted({min(length, max_model_len) for length in _LENGTHS}))
+def lengths(longest: int) -> tuple[int, ...]:
+    """Return the lengths of contexts at which both are timed, of at most `longest` keys."""
+    return tuple(sorted({min(length, longest) for length in _LENGTHS}))
 
 
 def faster_up_to(timed: Sequence[Timed]) -> int:
@@ -98,6 +99,10 @@ class Pool:
 
         with set_current_vllm_config(vllm_config):
             return layer.attn_backend.get_builder_cls()(spec, [layer.layer_name], vllm_config, device)
+
+    def keys_of_each(self, tokens: int) -> int:
+        """Return how many keys each of so many requests can have on blocks of its own: shared ones are in L2."""
+        return self._blocks // tokens * self._block_size
 
     def timed(self, tokens: int, length: int) -> Timed:
         """Time both for so many requests of one length, each call on other blocks than the one before it."""
