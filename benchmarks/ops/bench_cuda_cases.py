@@ -86,6 +86,14 @@ PEER_FORMATS: dict[str, tuple[str, ...]] = {
 """Weights that a library of bench_cuda_peers.py has kernels for on Hopper."""
 
 
+def why_no_weights(shape: Shape, dtype: str) -> str:
+    """Return why the shape has no weights of this type, or "": groups of INT4 are whole."""
+    match = _INT4.fullmatch(dtype)
+    if match is None or not (shape.hidden % int(match[1]) or shape.width % int(match[1])):
+        return ""
+    return f"{dtype}: {shape.name} has {shape.hidden} and {shape.width} columns, not whole groups of {match[1]}"
+
+
 def kind_of(dtype: str) -> str:
     """The format without the size of its groups."""
     return "int4" if is_int4(dtype) else dtype

@@ -21,6 +21,7 @@ What is known of the kernels on a GPU stands in docs/kernels.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -68,8 +69,12 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="with --check: tiny shapes only")
     parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     options = parser.parse_args()
+    from bench_cuda_cases import SHAPES, why_no_weights
     from bench_cuda_machine import why_not_here
 
+    for shape, dtype in itertools.product(options.shapes.split(","), options.dtypes.split(",")):
+        if why := why_no_weights(SHAPES[shape], dtype):
+            parser.error(why)
     why_not = why_not_here()
     if why_not:
         print(f"bench_cuda_fused_experts: {why_not}", file=sys.stderr)

@@ -69,6 +69,18 @@ def test_a_shipped_job_names_files_models_and_options_that_exist(name: str) -> N
                 assert not any(word.startswith("gpus") for word in side.vllm_args)
 
 
+def test_the_shapes_of_experts_that_are_timed_have_weights_of_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "ops"))
+    from bench_cuda_cases import SHAPES, why_no_weights
+
+    timed = [line for job in SHIPPED.jobs.values() for line in job.run if "bench_cuda_fused_experts.py" in line]
+    assert timed
+    for line in timed:
+        words = shlex.split(line)
+        shapes, dtypes = (words[words.index(flag) + 1].split(",") for flag in ("--shapes", "--dtypes"))
+        assert {why_no_weights(SHAPES[shape], dtype) for shape in shapes for dtype in dtypes} == {""}
+
+
 def test_jobs_run_at_once_on_gpus_of_their_own(tmp_path: Path, arguments: Write) -> None:
     # Each goes on when the other has begun.
     meet = "echo $$CUDA_VISIBLE_DEVICES > $out/gpus; until [ -e $out/../{other}/gpus ]; do sleep 0.01; done"
