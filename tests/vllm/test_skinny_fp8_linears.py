@@ -216,6 +216,21 @@ def test_what_vllm_holds_otherwise_is_left_to_it(session, products, change):
     assert "no dense layers" in entry.why_not
 
 
+def test_what_is_timed_and_compared_is_the_one_product_that_serves(session, products, monkeypatch):
+    from moe_optimizer.vllm_plugin.linears import op, speeds
+
+    timed: list[Any] = []
+
+    def times(layers: Any) -> Any:
+        timed.extend(layers)
+        return (speeds.Timed(1, 0.5, 1.0),)
+
+    monkeypatch.setattr(speeds, "times", times)
+    assert install(session, make_model("channel")).applied
+    assert len(timed) == 2
+    assert {each.stock_product for each in timed} == {op.chosen.stock[timed[0].kind]}
+
+
 def with_scales(multiply: Any, scales: Any, A: Any, B: Any, As: Any, Bs: Any) -> Any:
     """vLLM's product with a layer's own scales, whichever are given."""
     return multiply(A, B, As, scales)

@@ -8,7 +8,8 @@ each multiplies its own part, and what they exchange they all receive alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def _why_not(vllm_config: Any) -> str:
 def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> str:
     """Measure, choose and replace; return why no layer gets the kernel, or ""."""
     without_fp8 = why_changed(fp8_layers.RELIED_ON) if fp8 else ""
-    layers = dict(dense_layers(model, fp8=fp8 and not without_fp8))
+    layers, stock = _with_one_product_of_a_kind(dense_layers(model, fp8=fp8 and not without_fp8))
     left = f"; layers in FP8 are left to vLLM: {without_fp8}" if without_fp8 else ""
     if not layers:
         return f"the model has no dense layers that the kernel covers, in {'BF16 or FP8' if fp8 else 'BF16'}{left}"
@@ -109,13 +110,31 @@ def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> 
         session.ran(SKINNY_PASS)
 
     # Of all layers: a graph that vLLM kept on disk may call the op for one that this process leaves to vLLM.
-    op.chosen.stock = {layer.kind: layer.stock_product for layer in layers.values() if layer.scale is not None}
+    op.chosen.stock = stock
     op.chosen.max_tokens, op.chosen.on_use = max_tokens, used
     for layer in covered.values():
         _replace(layer)
     session.applied(SKINNY_PASS, kernel=KERNEL, isa=ISA)
     session.proof.passes[SKINNY_PASS].found = found
     return ""
+
+
+def _with_one_product_of_a_kind(
+    found: Iterable[tuple[str, DenseLayer]],
+) -> tuple[dict[str, DenseLayer], dict[op.Kind, op.Product]]:
+    """Return the layers by name, and how stock vLLM multiplies each kind of quantised ones.
+
+    Those of a kind have the product of the first, which the op takes for all: what serves is what is timed and compared.
+    vLLM compiles the rounding of tokens, and a layer whose rounding met no tokens yet would compile it while a graph is
+    captured.
+    """
+    layers: dict[str, DenseLayer] = {}
+    stock: dict[op.Kind, op.Product] = {}
+    for name, layer in found:
+        quantised = layer.scale is not None
+        product = stock.setdefault(layer.kind, layer.stock_product) if quantised else layer.stock_product
+        layers[name] = replace(layer, stock_product=product)
+    return layers, stock
 
 
 def _replace(layer: DenseLayer) -> None:
