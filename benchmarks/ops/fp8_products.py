@@ -29,10 +29,17 @@ def quantised(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 
 def stock_side(scales: str) -> str:
-    """Return the name of the product that stock vLLM would run, or of torch's where vLLM is not installed."""
+    """Return the name of the product that stock vLLM would run for few tokens, or of torch's where it is not installed.
+
+    Scales of blocks: FlashInfer for less than 32 tokens, where it has that kernel, and DeepGEMM else.
+    """
     if importlib.util.find_spec("vllm") is None:
         return "torch._scaled_mm"
-    return "deep_gemm" if scales == "block" else "cutlass_scaled_mm"
+    if scales != "block":
+        return "cutlass_scaled_mm"
+    from vllm.utils.flashinfer import is_flashinfer_fp8_blockscale_gemm_supported
+
+    return "flashinfer" if is_flashinfer_fp8_blockscale_gemm_supported() else "deep_gemm"
 
 
 def product(side: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
@@ -41,6 +48,7 @@ def product(side: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tens
         "cutlass_scaled_mm": cutlass,
         "cutlass_block": cutlass_block,
         "deep_gemm": deep_gemm,
+        "flashinfer": flashinfer,
         "torch._scaled_mm": scaled_mm,
     }[side]
 
@@ -71,6 +79,15 @@ def deep_gemm(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -
     q, of_tokens = per_token_group_quant_fp8(x, BLOCK, column_major_scales=True, use_ue8m0=False)
     out = x.new_empty(x.shape[0], w.shape[0])
     kernels.fp8_gemm_nt((q, of_tokens), (w, scale), out, is_deep_gemm_e8m0_used=False)
+    return out if bias is None else out + bias
+
+
+def flashinfer(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """FlashInfer by vLLM, scales of blocks; it rounds the tokens itself."""
+    import torch
+    from vllm.utils.flashinfer import flashinfer_fp8_blockscale_gemm
+
+    out = flashinfer_fp8_blockscale_gemm(input=x, weight=w, weight_scale=scale, out_dtype=torch.bfloat16)
     return out if bias is None else out + bias
 
 

@@ -124,8 +124,8 @@ def _with_one_product_of_a_kind(
 ) -> tuple[dict[str, DenseLayer], dict[op.Kind, op.Product]]:
     """Return the layers by name, and how stock vLLM multiplies each kind of quantised ones.
 
-    Those of a kind have the product of the first, which the op takes for all: what serves is what is timed and compared.
-    vLLM compiles the rounding of tokens, and a layer whose rounding met no tokens yet would compile it while a graph is
+    Those of a kind have the product of the first, which the op takes for all: what serves is timed and compared. vLLM
+    compiles the rounding of tokens, and a layer whose rounding met no tokens yet would compile it while a graph is
     captured.
     """
     layers: dict[str, DenseLayer] = {}
