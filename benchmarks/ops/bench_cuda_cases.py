@@ -180,6 +180,35 @@ def _make_int4(shape: Shape, group: int, *, zero_points: bool, g: torch.Generato
     return Weights(w13, w2, w13_scale, w2_scale, w13_zero, w2_zero)
 
 
+def why_not_marlin(shape: Shape, dtype: str) -> str:
+    """Return why vLLM gives these weights to no kernel of Marlin's, or "": those of MXFP4 it pads (`padded_mxfp4`)."""
+    match = _INT4.fullmatch(dtype)
+    if match is None or (shape.hidden % 128 == 0 and shape.width % max(64, int(match[1])) == 0):
+        return ""
+    return f"{shape.name}: Marlin takes INT4 of whole 128 and {max(64, int(match[1]))} columns"
+
+
+def padded_mxfp4(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """w13, w2 and their exponents with zeros up to whole 256 of H and 128 of I, as vLLM pads MXFP4 for Marlin."""
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    hidden, width = 2 * weights.w13.shape[2], 2 * weights.w2.shape[2]
+    more_hidden, more_width = -hidden % 256, -width % 128
+
+    def padded(parts: Tensor, rows: int, columns: int) -> Tensor:
+        return torch.nn.functional.pad(parts, (0, columns, 0, rows))
+
+    def of_gate_and_up(w13: Tensor, columns: int) -> Tensor:
+        return torch.cat([padded(part, more_width, columns) for part in w13.chunk(2, 1)], 1)
+
+    return (
+        of_gate_and_up(weights.w13, more_hidden // 2),
+        padded(weights.w2, more_hidden, more_width // 2),
+        of_gate_and_up(weights.w13_scale, more_hidden // 32),
+        padded(weights.w2_scale, more_hidden, more_width // 32),
+    )
+
+
 def int4_values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The weights [E, N, K] in FP32, which holds them exactly."""
     values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).float().unflatten(-1, (scale.shape[-1], -1))

@@ -32,9 +32,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from bench_cuda_cases import Shape, Weights
+    from bench_cuda_cases import Shape, Tokens, Weights
     from bench_cuda_peers import Peer
-    from bench_cuda_sides import DeepGemm, Marlin, Vllm
+    from bench_cuda_sides import Call, DeepGemm, Marlin, Vllm
+
+    from moe_optimizer.ops.kernel_arguments import CudaProblem
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -325,6 +327,22 @@ class Peers(NamedTuple):
     """Why a library that was asked for cannot be imported."""
 
 
+def marlin_side(case: Case, marlin: Marlin, inputs: list[Tokens], problem: CudaProblem) -> tuple[list[Call], str]:
+    """Marlin's calls of a case, and why they are not timed, or ""."""
+    from bench_cuda_cases import why_not_marlin
+    from bench_cuda_sides import errors
+
+    why_not = why_not_marlin(case.shape, case.dtype)
+    if why_not:
+        return [], why_not
+    calls = [marlin.experts(w, t) for w, t in zip(case.weights, inputs, strict=True)]
+    if case.tokens <= 16:  # its order of INT4, and what is padded, are made here and not by vLLM
+        error = errors(problem, calls[0]())[0]
+        if not error <= MARLIN_ERROR:
+            return [], f"Marlin's error is {error:.2e}: its weights are in a wrong order"
+    return calls, ""
+
+
 def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilings: dict[str, float]) -> None:
     """Time all sides of one case, print a line per side, append the record."""
     from bench_cuda_cases import floor_us, is_int4, make_tokens, problem_of
@@ -334,17 +352,20 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     vllm, deep_gemm, marlin, libraries, absent = peers
     shape, dtype, routing, tokens, weights = case.shape, case.dtype, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
-    sides = {}
     four_bits = dtype == "mxfp4" or is_int4(dtype)
+    problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
+    sides: dict[str, list[Call]] = {}
     if marlin is not None and four_bits:
-        sides["vllm"] = [marlin.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
+        sides["vllm"], why_not = marlin_side(case, marlin, inputs, problems[0])
+        if why_not:
+            del sides["vllm"]
+            absent = absent | {"vllm": why_not}
     if vllm is not None and not four_bits:
         sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
         if tokens <= 16:
             sides["vllm gate+experts"] = [vllm.layer(w, t, shape) for w, t in zip(weights, inputs, strict=True)]
     if deep_gemm is not None and dtype == "fp8" and tokens >= DEEP_GEMM_FROM_TOKENS:
         sides["deep_gemm"] = [deep_gemm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
-    problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
     for variant in variants_for(problems[0]):
         if right[family_of(variant, dtype)]:
             sides[str(variant)] = [our_call(p, variant) for p in problems]
@@ -352,10 +373,6 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
         sides["flash_dmoe from logits"] = [
             our_call_from_logits(w, t, shape) for w, t in zip(weights, inputs, strict=True)
         ]
-    if marlin is not None and is_int4(dtype) and tokens <= 16:  # its order of INT4 is made here, not by vLLM
-        error = errors(problems[0], sides["vllm"][0]())[0]
-        if not error <= MARLIN_ERROR:
-            raise RuntimeError(f"Marlin's error is {error:.2e}: its weights are in a wrong order")
     peer_errors: dict[str, float] = {}
     if libraries:
         from bench_cuda_peers import PeerCase, add_peers

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, problem_of
+from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, padded_mxfp4, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
 from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, candidate_variants, choose_variant
@@ -129,7 +129,9 @@ class Marlin:
         w13_zeros, w2_zeros = zeros if zeros else (None, None)
         types, integers = self._types, weights.w13_scale is not None and weights.w13_scale.is_floating_point()
         quant_type = types.uint4 if zeros else types.uint4b8 if integers else types.float4_e2m1f
-        out = torch.empty_like(tokens.x)
+        hidden = tokens.x.shape[1]
+        x = tokens.x if zeros or integers else torch.nn.functional.pad(tokens.x, (0, -hidden % 256))  # `padded_mxfp4`
+        out = torch.empty_like(x)
 
         def moe_sum(rows: torch.Tensor, to: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
             # As MarlinExperts.moe_sum.
@@ -140,11 +142,11 @@ class Marlin:
 
         def call() -> torch.Tensor:
             self._run(
-                tokens.x, w13, w2, None, None, w13_scale, w2_scale, tokens.topk_weights, tokens.topk_ids, quant_type.id,
+                x, w13, w2, None, None, w13_scale, w2_scale, tokens.topk_weights, tokens.topk_ids, quant_type.id,
                 global_num_experts=-1 if tokens.expert_map is None else tokens.expert_map.numel(),
                 expert_map=tokens.expert_map, moe_sum=moe_sum, output=out, w1_zeros=w13_zeros, w2_zeros=w2_zeros,
             )  # fmt: skip
-            return out
+            return out[:, :hidden]
 
         return call
 
@@ -157,8 +159,7 @@ class Marlin:
                 found = self._prepared_int4(weights)
             else:
                 layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
-                scales = (weights.w13_scale, weights.w2_scale)
-                found = self._prepare(layer, weights.w13, weights.w2, *scales, None, None)[:4]
+                found = self._prepare(layer, *padded_mxfp4(weights), None, None)[:4]
             object.__setattr__(weights, "_marlin", found)  # lives as long as the weights
         return found
 
