@@ -3,7 +3,8 @@
 vLLM caches compiled models on disk under a key made of its configuration and environment variables. On the CPU the MoE
 layer is part of the graph, but neither the class that computes it nor a counter in its router is part of the key.
 Without a factor of ours a worker could load the graph of stock vLLM, and our kernel would silently not run; stock vLLM
-could load ours.
+could load ours. What else of a pass is in the graph is a part of the factor, too: which dense layers call our op is
+measured at load.
 """
 
 from __future__ import annotations
@@ -34,4 +35,5 @@ def _factor() -> str | None:
     if session is None:
         return None
     applied = sorted(name for name, entry in session.proof.passes.items() if entry.applied)
-    return f"moe-optimizer {__version__}: {', '.join(applied)}" if applied else None
+    parts = [f"{name} {session.graph_parts.get(name, '')}".strip() for name in applied]
+    return f"moe-optimizer {__version__}: {', '.join(parts)}" if parts else None

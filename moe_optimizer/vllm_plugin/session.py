@@ -63,6 +63,8 @@ class PluginSession:
         self._counting = True
         self._canary_parts: dict[str, dict[str, str]] = {}
         self._other_passes: list[Callable[[Any], tuple[str, ...]]] = []
+        self.graph_parts: dict[str, str] = {}
+        """Pass -> what compiled graphs depend on besides that it is applied."""
         self.self_checks_s = 0.0
         """Seconds that the layers' self-checks took together."""
         self.pid = os.getpid()

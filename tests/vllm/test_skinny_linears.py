@@ -141,6 +141,26 @@ def test_shapes_for_which_it_is_not_faster_stay_as_they_are(session, products, m
     assert kinds == ["UnquantizedLinearMethod", "SkinnyLinearMethod"]
 
 
+def test_compiled_graphs_in_which_other_layers_call_the_op_have_other_keys(session, products, monkeypatch):
+    from vllm import envs
+
+    from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
+    from moe_optimizer.vllm_plugin.linears import speeds
+
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    assert add_compile_factor() == ""
+    keys = []
+    for faster in (1, 1, 2):
+
+        def times(layers: Any, faster: int = faster) -> Any:
+            return (speeds.Timed(1, 0.8 if len(set(layers[0].w.shape)) <= faster else 1.0, 1.0),)
+
+        monkeypatch.setattr(speeds, "times", times)
+        assert install(session, make_model()).applied
+        keys.append(envs.compile_factors())
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_where_nothing_is_faster_the_pass_is_not_applied_and_says_the_times(session, products, monkeypatch):
     from moe_optimizer.vllm_plugin.linears import speeds
 

@@ -1,7 +1,8 @@
 """Registers the torch custom op through which vLLM's dense layers reach our kernel, or the product of stock vLLM.
 
 Which of them computes is looked up when the op runs, by the weight's shape and the number of tokens. A choice in the
-arguments would be a part of the compiled graph, which vLLM keeps on disk: a graph must not depend on what was measured.
+arguments would be a part of the compiled graph, which vLLM keeps on disk: a graph depends on what was measured only in
+which layers call the op, and that is a part of its key (compile_factor.py).
 """
 
 from __future__ import annotations
