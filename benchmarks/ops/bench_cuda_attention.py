@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -104,18 +105,21 @@ def main() -> int:
         f"{'':16} {'T':>2} {'keys':>6} {'what':>8} {'floor':>7} {'theirs':>8} {'ours':>8}   theirs: {theirs}",
         flush=True,
     )
-    for name in options.shapes.split(","):
-        for length in map(int, options.lengths.split(",")):
-            for tokens in map(int, options.tokens.split(",")):
-                if time.monotonic() > ends:
-                    facts["left_out"].append(f"{name} {length} {tokens}")
-                    continue
-                measure(SHAPES[name], tokens, length, options.repetitions, facts)
-    if options.write or options.out:
-        gpu = facts["environment"]["device"].split()[1].lower()
-        path = options.out or RECORDS / f"{facts['date']}_{gpu}_attention.json"
-        path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        print(f"wrote {path.name}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    try:
+        for name in options.shapes.split(","):
+            for length in map(int, options.lengths.split(",")):
+                for tokens in map(int, options.tokens.split(",")):
+                    if time.monotonic() > ends:
+                        facts["left_out"].append(f"{name} {length} {tokens}")
+                        continue
+                    measure(SHAPES[name], tokens, length, options.repetitions, facts)
+    finally:  # what was timed before an error, or the end of a job's time, is kept
+        if options.write or options.out:
+            gpu = facts["environment"]["device"].split()[1].lower()
+            path = options.out or RECORDS / f"{facts['date']}_{gpu}_attention.json"
+            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            print(f"wrote {path.name}")
     for what in ("wrong", "left_out"):
         if facts[what]:
             print(f"{what}: {', '.join(facts[what])}")

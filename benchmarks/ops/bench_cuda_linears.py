@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -117,11 +118,12 @@ def main() -> int:
     }  # fmt: skip
     tokens = [int(value) for value in options.tokens.split(",")]
     forms = options.weights.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     try:
         for number, form in enumerate(forms):
             now = time.monotonic()  # each has an equal share of what is left
             time_weights(form, tokens, options, facts, now + (ends - now) / (len(forms) - number))
-    finally:  # what was timed before an error is kept
+    finally:  # what was timed before an error, or the end of a job's time, is kept
         if options.write or options.out:
             gpu = facts["environment"]["device"].split()[1].lower()
             path = options.out or RECORDS / f"{facts['date']}_{gpu}_linears.json"
