@@ -14,7 +14,8 @@
 // same bits whichever block arrives last.
 //
 // Old keys are read before griddepcontrol_wait. That is safe because a launch that may still run then is the one right
-// before this one: every kernel of ours waits before it lets the next one start, and others let it start at their end.
+// before this one: vLLM's and torch's let the next one start at their end, and those of ours that can stand there wait
+// before they do. (The grouped GEMM of down does not, but a combine follows it.)
 // That launch writes the new keys at most; lengths, block table, slots and older keys are written by copies and
 // launches of before. The new key of a request, its last, is read after the wait, as are queries: from the cache, or
 // from where the model has just made it, and is then stored in the cache here.
