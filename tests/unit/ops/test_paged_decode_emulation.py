@@ -30,7 +30,8 @@ def run(
         writes: addresses and bytes that the launch before this one writes, which still runs: (to, from, bytes).
     """
     fields, _ = call.call(multiprocessors)
-    count = emulator.cuda_decode_layout(fields, multiprocessors)["workspace_bytes"] // 4
+    # Whole 16 bytes, as the kernel stores so many at once and a guarded tensor begins where its size says.
+    count = -(-emulator.cuda_decode_layout(fields, multiprocessors)["workspace_bytes"] // 16) * 4
     workspace = guarded(torch.full((count,), float("nan")))
     arrived = guarded(torch.zeros(call.cache.shape[1] * call.q.shape[0], dtype=torch.int32))
     emulator.cuda_decode_run(*call.call(multiprocessors, workspace.data_ptr(), arrived.data_ptr()), seed, list(writes))
