@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cuda_kernel import why_no_cuda_kernel
 from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4, int4_weights
 from moe_optimizer.specs.lora_targets import reach_experts
 from moe_optimizer.specs.model import ModelSpec
@@ -129,9 +130,8 @@ def why_not_built(ctx: PlanContext) -> str:
     if ctx.device == "cpu":
         needed = INT4_OP if ctx.model.int4 is not None else OP
         return "" if needed in kernels.cpu_ops else f"{needed} has no CPU kernel in this build"
-    if OP not in kernels.cuda_ops:
-        why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
-        return f"{OP} has no CUDA kernel in this build{why}"
+    if reason := why_no_cuda_kernel(ctx, OP):
+        return reason
     major, minor = ctx.gpu.compute_capability
     wanted = {f"sm_{major}{minor}", f"sm_{major}{minor}a"}
     if not wanted & set(kernels.cuda_archs):

@@ -6,16 +6,15 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import DisaggregationParams, KvCacheParams, SpeculationParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cuda_kernel import BATCH_INVARIANT, is_batch_invariant, why_not_bf16_on_hopper
 
 OP = "paged_decode"
 MAX_REQUESTS = 8
 """Of the kernel (csrc/include/moeopt/paged_decode.cuh), like those that follow."""
 HEAD_SIZES = (64, 128)
 MAX_QUERIES_PER_KV_HEAD = 16
-_HOPPER = (9, 0)
 _RECORD = "benchmarks/records/2026-11-22_h100_decode_step.json"
 """What attention takes of a decode step with vLLM's FlashAttention; ours is in no record."""
-_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
 _CONNECTOR, _DRAFTS = "--kv-transfer-config", "--speculative-config"
 
 
@@ -38,20 +37,7 @@ class DecodeAttention(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs the kernel, a GPU that it is built for, and heads, cache and steps that it computes."""
-        kernels = ctx.software.kernels
-        if ctx.device == "cpu":
-            return "the kernel runs on GPUs only"
-        if not kernels.built:
-            return f"kernel not built: {kernels.reason}"
-        if OP not in kernels.cuda_ops:
-            why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
-            return f"{OP} has no CUDA kernel in this build{why}"
-        if ctx.gpu.compute_capability != _HOPPER:
-            major, minor = ctx.gpu.compute_capability
-            return f"needs compute capability 9.0 (Hopper), found {major}.{minor}"
-        if ctx.dtype != "bfloat16":
-            return f"needs bfloat16, found {ctx.dtype}"
-        return _why_not_heads(ctx) or _why_not_steps(ctx)
+        return why_not_bf16_on_hopper(ctx, OP) or _why_not_heads(ctx) or _why_not_steps(ctx)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Use it where it is asked for; auto leaves it off."""
@@ -100,6 +86,6 @@ def _why_not_steps(ctx: PlanContext) -> str:
         return f"{_CONNECTOR}: {connector}"
     if ctx.params(SpeculationParams) is not None or _DRAFTS in ctx.pinned:
         return "speculation: a step has several tokens of a request"
-    if _BATCH_INVARIANT in ctx.software.kernel_environment.split():
-        return f"{_BATCH_INVARIANT}: the bits of a request's result depend on the lengths of others"
+    if is_batch_invariant(ctx):
+        return f"{BATCH_INVARIANT}: the bits of a request's result depend on the lengths of others"
     return ""

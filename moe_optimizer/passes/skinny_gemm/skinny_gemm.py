@@ -6,11 +6,11 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cuda_kernel import BATCH_INVARIANT, is_batch_invariant, why_not_bf16_on_hopper
 
 OP = "skinny_gemm"
 MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/skinny_gemm.cuh)."""
-_HOPPER = (9, 0)
 _DENSE_IN_BF16 = (None, "mxfp4")
 """Methods of checkpoints whose dense weights are not quantised."""
 _RECORDS = (
@@ -19,7 +19,6 @@ _RECORDS = (
 )
 _FP8_FORM = "weights in FP8 are multiplied with BF16 tokens, by a form that is compiled, not run on a GPU"
 _OFFLOADING = ("--cpu-offload-gb", "--offload-backend", "--offload-group-size")
-_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT=1"
 
 
 class SkinnyGemm(OptimizationPass):
@@ -40,25 +39,14 @@ class SkinnyGemm(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs the kernel, a GPU that it is built for, and BF16 tokens that nothing else multiplies."""
-        kernels = ctx.software.kernels
-        if ctx.device == "cpu":
-            return "the kernel runs on GPUs only"
-        if not kernels.built:
-            return f"kernel not built: {kernels.reason}"
-        if OP not in kernels.cuda_ops:
-            why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
-            return f"{OP} has no CUDA kernel in this build{why}"
-        if ctx.gpu.compute_capability != _HOPPER:
-            major, minor = ctx.gpu.compute_capability
-            return f"needs compute capability 9.0 (Hopper), found {major}.{minor}"
-        if ctx.dtype != "bfloat16":
-            return f"needs bfloat16, found {ctx.dtype}"
+        if reason := why_not_bf16_on_hopper(ctx, OP):
+            return reason
         if ctx.pinned.is_on("--enable-lora"):
             return "--enable-lora: vLLM adds adapters to the products of its own linear layers"
         if given := [flag for flag in _OFFLOADING if flag in ctx.pinned]:
             return f"{', '.join(given)}: the kernel reads weights early, when the launch that brings them may still run"
-        if _BATCH_INVARIANT in ctx.software.kernel_environment.split():
-            return f"{_BATCH_INVARIANT}: every number of tokens has to take the same kernel"
+        if is_batch_invariant(ctx):
+            return f"{BATCH_INVARIANT}: every number of tokens has to take the same kernel"
         return ""
 
     def choose(self, ctx: PlanContext) -> Decision:

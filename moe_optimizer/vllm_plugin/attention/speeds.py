@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moe_optimizer.ops.kernel_arguments import PagedDecode
 from moe_optimizer.ops.paged_decode import MAX_TOKENS, run_kernel
+from moe_optimizer.vllm_plugin import graph_times
 
 TOKENS = (1, 2, 4, MAX_TOKENS)
 """Requests for which both are timed; what wins at two neighbours wins between them."""
@@ -23,10 +25,6 @@ _POOL_BYTES = 256 << 20
 """Of the cache that calls read in turns: five times what L2 of an H100 or H200 holds."""
 _MOST_CALLS, _LEAST_CALLS = 320, 8
 """With so many, calls of 170 KB still read more than L2 holds."""
-_REPETITIONS = 30
-"""Of a few milliseconds each: several workers that load on one GPU reach this at the same time and take turns on it."""
-_MARGIN = 0.97
-"""Chosen: ours has to take at most so much of vLLM's time, so that noise does not choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Timed:
     @property
     def is_faster(self) -> bool:
         """Whether ours is faster by more than noise."""
-        return self.ours_us <= _MARGIN * self.vllm_us
+        return self.ours_us <= graph_times.MARGIN * self.vllm_us
 
 
 def times(layer: Any, vllm_config: Any) -> tuple[Timed, ...]:
@@ -90,7 +88,6 @@ class Pool:
         stored = torch.empty((self._blocks, self._block_size, heads, 2 * size), dtype=torch.bfloat16, device=device)
         self._cache = stored.normal_().transpose(1, 2)
         self._builder = self._made_builder(layer, spec, vllm_config, device)
-        self._stream = torch.cuda.Stream(device)  # one for all: the kernel has words for few streams
         self._device = device
 
     @staticmethod
@@ -134,8 +131,19 @@ class Pool:
             self._impl.forward(self._layer, q, keys, values, self._cache, of_call, out)
 
         steps = [(table, slots_of(table)) for table in tables]
-        graphs = [self._captured(attend, steps, lambda: torch.mul(source, 1, out=q)) for attend in (ours, theirs)]
-        return Timed(tokens, length, *(each / count for each in _replayed(graphs)))
+
+        def layer(attend: Callable[[Tensor, Tensor], None], table: Tensor, slots: Tensor) -> None:
+            # What makes the queries stands between two calls, as in a model: without it the one would overlap the
+            # other. It is a kernel, as there: a launch after a copy (a memcpy node) cannot start early.
+            torch.mul(source, 1, out=q)
+            attend(table, slots)
+
+        with torch.cuda.device(self._device):
+            graphs = [
+                graph_times.captured([functools.partial(layer, attend, *step) for step in steps])
+                for attend in (ours, theirs)
+            ]
+            return Timed(tokens, length, *(each / count for each in graph_times.least_us(graphs)))
 
     def _metadata(self, tokens: int, length: int) -> Any:
         """Return vLLM's own description of a decode step, as a captured graph has it: with the longest context."""
@@ -158,37 +166,3 @@ class Pool:
         metadata = self._builder.build(common_prefix_len=0, common_attn_metadata=common)
         metadata.max_seq_len = self._max_model_len
         return metadata
-
-    def _captured(
-        self,
-        attend: Callable[[Tensor, Tensor], None],
-        steps: Sequence[tuple[Tensor, Tensor]],
-        before: Callable[[], object],
-    ) -> torch.cuda.CUDAGraph:
-        # What makes the queries stands between two calls, as in a model: without it the one would overlap the other. It
-        # is a kernel, as there: a launch after a copy (a memcpy node) cannot start early.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            attend(*steps[0])  # what is allocated or loaded once is not in the graph
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            for step in steps:
-                before()
-                attend(*step)
-        return graph
-
-
-def _replayed(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-    """Return the microseconds of each graph, replayed in turns. The least: others may load on this GPU meanwhile."""
-    samples: list[list[float]] = [[] for _ in graphs]
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for repetition in range(_REPETITIONS + 1):  # the first one warms up
-        for graph, found in zip(graphs, samples, strict=True):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if repetition:
-                found.append(1000 * start.elapsed_time(end))
-    return [min(each) for each in samples]

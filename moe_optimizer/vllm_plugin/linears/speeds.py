@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_optimizer.vllm_plugin import graph_times
 from moe_optimizer.vllm_plugin.linears.dense_layers import DenseLayer
 
 TOKENS = (1, 2, 4, 8)
 """For which both are timed; what wins at two neighbours wins between them."""
 _COLD_BYTES = 160 << 20
 """Of weights that are read in turns: three times what L2 of an H100 or H200 holds."""
-_REPETITIONS = 7
-_MARGIN = 0.97
-"""Chosen: ours has to take at most so much of the other's time, so that noise does not choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Timed:
     @property
     def is_faster(self) -> bool:
         """Whether ours is faster by more than noise."""
-        return self.ours_us <= _MARGIN * self.stock_us
+        return self.ours_us <= graph_times.MARGIN * self.stock_us
 
 
 def why_not_cold(layers: Sequence[DenseLayer]) -> str:
@@ -65,21 +63,10 @@ def _timed(layers: Sequence[DenseLayer], tokens: int) -> Timed:
     def captured(product: Callable[[DenseLayer, Tensor], Tensor]) -> torch.cuda.CUDAGraph:
         # What makes the tokens stands between two products, as in a model: without it the one would overlap the other.
         # It is a kernel, as there: a launch after a copy (a memcpy node) cannot start early.
-        return _captured([lambda layer=layer: product(layer, torch.mul(source, 1, out=x)) for layer in cold])
+        return graph_times.captured([lambda layer=layer: product(layer, torch.mul(source, 1, out=x)) for layer in cold])
 
     graphs = (captured(DenseLayer.ours), captured(DenseLayer.stock))
-    samples: tuple[list[float], list[float]] = ([], [])
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for repetition in range(_REPETITIONS + 1):  # the first one warms up
-        for graph, found in zip(graphs, samples, strict=True):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if repetition:
-                found.append(1000 * start.elapsed_time(end) / len(cold))
-    # The least: other servers may load on this GPU at the same time.
-    ours, stock = map(min, samples)
+    ours, stock = (each / len(cold) for each in graph_times.least_us(graphs))
     return Timed(tokens, ours, stock)
 
 
@@ -95,16 +82,3 @@ def _cold(layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
 
 def _bytes(weight: Tensor) -> int:
     return weight.numel() * weight.element_size()
-
-
-def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()  # what is allocated or loaded once is not in the graph
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for call in calls:
-            call()
-    return graph
