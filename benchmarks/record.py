@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,27 @@ def write_record(record: dict[str, Any], machine: str, subject: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")
+
+
+@contextlib.contextmanager
+def kept(facts: dict[str, Any], subject: str, *, out: Path | None, write: bool) -> Iterator[None]:
+    """Write the record of a kernel's benchmark at the end of the block, also where an error or SIGTERM ends it.
+
+    Args:
+        facts: the record, which the block fills.
+        subject: of a record in `RECORDS`.
+        out: where it goes instead.
+        write: whether it goes to `RECORDS` without `out`.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if out or write:
+            path = out or record_path(facts["date"], facts["environment"]["device"].split()[1].lower(), subject)
+            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            print(f"wrote {path.name}")
 
 
 def latest_record(subject: str) -> dict[str, Any] | None:

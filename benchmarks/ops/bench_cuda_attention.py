@@ -17,8 +17,6 @@ the queries; the floor is of the data sheet's 3.35 TB/s.
 from __future__ import annotations
 
 import functools
-import json
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from benchmarks.record import RECORDS, head, parser_of  # noqa: E402
+from benchmarks.record import head, kept, parser_of  # noqa: E402
 
 if TYPE_CHECKING:
     from bench_cuda_sides import Call
@@ -105,8 +103,7 @@ def main() -> int:
         f"{'':16} {'T':>2} {'keys':>6} {'what':>8} {'floor':>7} {'theirs':>8} {'ours':>8}   theirs: {theirs}",
         flush=True,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    try:
+    with kept(facts, "attention", out=options.out, write=options.write):
         for name in options.shapes.split(","):
             for length in map(int, options.lengths.split(",")):
                 for tokens in map(int, options.tokens.split(",")):
@@ -114,12 +111,6 @@ def main() -> int:
                         facts["left_out"].append(f"{name} {length} {tokens}")
                         continue
                     measure(SHAPES[name], tokens, length, options.repetitions, facts)
-    finally:  # what was timed before an error, or the end of a job's time, is kept
-        if options.write or options.out:
-            gpu = facts["environment"]["device"].split()[1].lower()
-            path = options.out or RECORDS / f"{facts['date']}_{gpu}_attention.json"
-            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            print(f"wrote {path.name}")
     for what in ("wrong", "left_out"):
         if facts[what]:
             print(f"{what}: {', '.join(facts[what])}")

@@ -18,8 +18,6 @@ Times are microseconds without the rest; the floor is of the data sheet's 3.35 T
 from __future__ import annotations
 
 import functools
-import json
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from fp8_products import BLOCK, SCALES, product, quantised, stock_side  # noqa: E402
 
-from benchmarks.record import RECORDS, head, parser_of  # noqa: E402
+from benchmarks.record import head, kept, parser_of  # noqa: E402
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -118,17 +116,10 @@ def main() -> int:
     }  # fmt: skip
     tokens = [int(value) for value in options.tokens.split(",")]
     forms = options.weights.split(",")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    try:
+    with kept(facts, "linears", out=options.out, write=options.write):
         for number, form in enumerate(forms):
             now = time.monotonic()  # each has an equal share of what is left
             time_weights(form, tokens, options, facts, now + (ends - now) / (len(forms) - number))
-    finally:  # what was timed before an error, or the end of a job's time, is kept
-        if options.write or options.out:
-            gpu = facts["environment"]["device"].split()[1].lower()
-            path = options.out or RECORDS / f"{facts['date']}_{gpu}_linears.json"
-            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            print(f"wrote {path.name}")
     for what in ("wrong", "left_out"):
         if facts[what]:
             print(f"{what}: {', '.join(facts[what])}")

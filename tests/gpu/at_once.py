@@ -13,8 +13,10 @@ import pytest
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.supervisor import Supervisor
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof, read_proofs
+from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm.conftest import Answer, ask
 
 READY_TIMEOUT_S = 400.0
@@ -34,6 +36,19 @@ class Seen:
         if self.error is not None:
             raise self.error
         return self.answers
+
+
+def with_and_without(name: str, folder: Path) -> dict[Wish, Seen]:
+    """Ask two servers of the bundled model at once, with the pass on and off; ours computes the experts of both."""
+    common = ("--no-enable-prefix-caching", "--logprobs-mode", "raw_logits", "--cudagraph-capture-sizes")
+    plans = {
+        wish: gpu_plan(
+            *common, "1", "2", "4", "8",
+            speeds=always_ours, wishes={name: (wish, "test")}, max_model_len=512, batch_size=8,
+        )
+        for wish in (Wish.ON, Wish.OFF)
+    }  # fmt: skip
+    return asked_at_once(plans, folder)
 
 
 def asked_at_once(

@@ -12,8 +12,7 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.decode_cases import assert_attended, make_decode_case, result
 from tests.decode_layers import attend, install, make_layer, make_model, metadata_of, planned
-from tests.gpu.at_once import Seen, asked_at_once
-from tests.gpu.plans import always_ours, gpu_plan
+from tests.gpu.at_once import Seen, with_and_without
 from tests.vllm.answers import assert_same_up_to_a_tie
 
 pytest.importorskip("vllm")
@@ -71,24 +70,7 @@ def test_steps_of_more_requests_are_flash_attentions(session):
 
 @pytest.fixture(scope="module")
 def servers(hopper: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Wish, Seen]:
-    plans = {
-        wish: gpu_plan(
-            "--no-enable-prefix-caching",
-            "--logprobs-mode",
-            "raw_logits",
-            "--cudagraph-capture-sizes",
-            "1",
-            "2",
-            "4",
-            "8",
-            speeds=always_ours,
-            wishes={PASS: (wish, "test")},
-            max_model_len=512,
-            batch_size=8,
-        )
-        for wish in (Wish.ON, Wish.OFF)
-    }
-    return asked_at_once(plans, tmp_path_factory.mktemp("attention"))
+    return with_and_without(PASS, tmp_path_factory.mktemp("attention"))
 
 
 def test_greedy_answers_are_those_without_it_up_to_ties(servers: dict[Wish, Seen]) -> None:

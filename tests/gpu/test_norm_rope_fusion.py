@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.plan.decision import Wish
-from tests.gpu.at_once import Seen, asked_at_once
-from tests.gpu.plans import always_ours, gpu_plan
+from tests.gpu.at_once import Seen, with_and_without
 from tests.vllm.answers import assert_same_up_to_a_tie
 
 pytestmark = pytest.mark.gpu
@@ -16,24 +15,7 @@ PASS = "norm_rope_fusion"
 
 @pytest.fixture(scope="module")
 def servers(hopper: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Wish, Seen]:
-    plans = {
-        wish: gpu_plan(
-            "--no-enable-prefix-caching",
-            "--logprobs-mode",
-            "raw_logits",
-            "--cudagraph-capture-sizes",
-            "1",
-            "2",
-            "4",
-            "8",
-            speeds=always_ours,
-            wishes={PASS: (wish, "test")},
-            max_model_len=512,
-            batch_size=8,
-        )
-        for wish in (Wish.ON, Wish.OFF)
-    }
-    return asked_at_once(plans, tmp_path_factory.mktemp("fusion"))
+    return with_and_without(PASS, tmp_path_factory.mktemp("fusion"))
 
 
 def test_greedy_answers_are_those_without_it_up_to_ties(servers: dict[Wish, Seen]) -> None:

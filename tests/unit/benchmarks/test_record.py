@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,33 @@ def test_a_record_that_goes_on_does_not_make_its_sources_dirty(
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     (tmp_path / changed).write_text("2")
     assert record.checkout()["dirty"] is dirty
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)  # a signal is not handled at once
+
+
+def failed() -> None:
+    raise KeyError("what a case lacks")
+
+
+@pytest.mark.parametrize(("end", "raised"), [(stopped, SystemExit), (failed, KeyError)], ids=["SIGTERM", "error"])
+def test_what_was_timed_is_kept_however_a_benchmark_ends(
+    end: Callable[[], None], raised: type[BaseException], tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    facts: dict[str, Any] = {"cases": []}
+
+    def benchmark() -> None:
+        with record.kept(facts, "test", out=tmp_path / "record.json", write=False):
+            facts["cases"].append(1)
+            end()
+
+    with pytest.raises(raised):
+        benchmark()
+    assert json.loads((tmp_path / "record.json").read_text()) == {"cases": [1]}
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_named_commit_keeps_its_dirty_mark() -> None:
