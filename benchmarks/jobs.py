@@ -162,7 +162,8 @@ def visible_gpus() -> tuple[str, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    return tuple(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
+    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    return tuple(found.stdout.split()) if found.returncode == 0 else ()  # it says on stdout that there is no driver
 
 
 def commit_of(named: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.jobs import JOBS, ROOT, Jobs, main
+from benchmarks.jobs import JOBS, ROOT, Jobs, main, visible_gpus
 from benchmarks.serving.bench_beside import words_of
 from moe_optimizer.yaml_model import read_section
 from tests.eventually import eventually, is_running
@@ -155,6 +156,19 @@ def test_sigterm_ends_what_runs_and_what_waits(tmp_path: Path, arguments: Write)
     assert "stopped" in found["runs"]["how"]
     assert "stopped" in found["waits"]["how"]
     assert not (tmp_path / "out" / "waits" / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("says", "found"), [("echo 0; echo 1", ("0", "1")), ("echo NVIDIA-SMI has failed; exit 9", ())], ids=["two", "none"]
+)
+def test_gpus_are_those_of_nvidia_smi_and_none_without_a_driver(
+    says: str, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == found
 
 
 def test_a_job_that_there_is_not_is_refused(
