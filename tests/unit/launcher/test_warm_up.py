@@ -171,7 +171,8 @@ def test_the_ledger_has_each_kind_of_request_as_a_part_of_the_warm_up(fake: Fake
     phases = infos[0].phases_s
     parts = {name: seconds for name, seconds in phases.items() if name.startswith("warm-up: ")}
     assert {"warm-up: sampling", "warm-up: prompts"} <= parts.keys()
-    assert sum(parts.values()) <= phases["warm-up"]
+    rounded = 0.005 * (len(parts) + 1)
+    assert sum(parts.values()) <= phases["warm-up"] + rounded
 
 
 def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Fake, tmp_path: Path) -> None:
