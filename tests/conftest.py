@@ -77,8 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _NEEDS_VLLM in item.path.parents:
             item.add_marker(pytest.mark.vllm)
     served = [item for item in items if item.get_closest_marker("vllm") or item.get_closest_marker("gpu")]
-    for item in served:
-        item.add_marker(pytest.mark.timeout(3600))
+    if config.getoption("timeout", None) is None:  # a mark would go before --timeout
+        for item in served:
+            item.add_marker(pytest.mark.timeout(3600))
     if len(served) == len(items):
         items.sort(key=lambda item: _ORDER.index(_group(item.path.name)))
 

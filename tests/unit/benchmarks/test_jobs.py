@@ -63,11 +63,25 @@ def test_a_shipped_job_names_files_models_and_options_that_exist(name: str) -> N
             own = words[: words.index("--")] if "--" in words else words
             assert all(f'"{word}"' in source for word in own if word.startswith("--"))
         for flag, value in itertools.pairwise(words):
+            if flag == "-k":
+                assert any(f"_{value}_" in (ROOT / path).read_text(encoding="utf-8") for path in paths), value
             if flag == "--side":
                 side = words_of(value)
                 assert side.model.startswith("/m/")
                 assert set(side.environment) <= {"CUDA_VISIBLE_DEVICES"}
                 assert not any(word.startswith("gpus") for word in side.vllm_args)
+
+
+def test_a_test_on_a_gpu_that_hangs_ends_when_its_job_says(tmp_path: Path) -> None:
+    file = tmp_path / "test_hanging.py"
+    file.write_text("import threading, pytest\n@pytest.mark.gpu\ndef test_it(): threading.Event().wait()\n")
+    words = ["-q", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--timeout", "1", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "--timeout-method", "thread"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Timeout" in done.stdout + done.stderr
 
 
 def test_the_shapes_of_experts_that_are_timed_have_weights_of_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
