@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,9 @@ def write_record(record: dict[str, Any], machine: str, subject: str) -> None:
 
 
 @contextlib.contextmanager
-def kept(facts: dict[str, Any], subject: str, *, out: Path | None, write: bool) -> Iterator[None]:
-    """Write the record of a kernel's benchmark at the end of the block, also where an error or SIGTERM ends it.
+def kept(facts: dict[str, Any], subject: str, *, out: Path | None, write: bool) -> Iterator[Callable[[], None]]:
+    """Yield what writes the record of a kernel's benchmark; write it at the end of the block too, also where an error
+    or SIGTERM ends it. A kernel that hangs lets no signal through: what was measured before it has to be written then.
 
     Args:
         facts: the record, which the block fills.
@@ -159,14 +160,23 @@ def kept(facts: dict[str, Any], subject: str, *, out: Path | None, write: bool) 
         out: where it goes instead.
         write: whether it goes to `RECORDS` without `out`.
     """
+    from moe_optimizer.files import write_atomically
+
+    path = out
+    if path is None and write:
+        path = record_path(facts["date"], facts["environment"]["device"].split()[1].lower(), subject)
+
+    def save() -> None:
+        if path is not None:
+            write_atomically(path, json.dumps(facts) + "\n")
+
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     try:
-        yield
+        yield save
     finally:
         signal.signal(signal.SIGTERM, before)
-        if out or write:
-            path = out or record_path(facts["date"], facts["environment"]["device"].split()[1].lower(), subject)
-            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        save()
+        if path is not None:
             print(f"wrote {path.name}")
 
 

@@ -103,7 +103,7 @@ def main() -> int:
         f"{'':16} {'T':>2} {'keys':>6} {'what':>8} {'floor':>7} {'theirs':>8} {'ours':>8}   theirs: {theirs}",
         flush=True,
     )
-    with kept(facts, "attention", out=options.out, write=options.write):
+    with kept(facts, "attention", out=options.out, write=options.write) as save:
         for name in options.shapes.split(","):
             for length in map(int, options.lengths.split(",")):
                 for tokens in map(int, options.tokens.split(",")):
@@ -111,6 +111,7 @@ def main() -> int:
                         facts["left_out"].append(f"{name} {length} {tokens}")
                         continue
                     measure(SHAPES[name], tokens, length, options.repetitions, facts)
+                    save()
     for what in ("wrong", "left_out"):
         if facts[what]:
             print(f"{what}: {', '.join(facts[what])}")

@@ -245,22 +245,24 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         absent=why_no_peer,
     )
     order = [int(tokens) for tokens in options.tokens.split(",")]
-    for shape_name in options.shapes.split(","):
-        shape = SHAPES[shape_name]
-        for dtype in options.dtypes.split(","):
-            weights = [make_weights(shape, dtype, seed=s) for s in range(NUM_SETS)]
-            for routing in options.routings.split(","):
-                for tokens in order:
-                    if time.monotonic() > deadline:
-                        print("budget spent", flush=True)
-                        return
-                    try:
-                        case = Case(shape, dtype, routing, tokens, weights)
-                        one_case(case, options.out, right, peers, ceilings)
-                    except Exception:  # noqa: BLE001  one case must not end the run; the trace is printed
-                        traceback.print_exc()
-            del weights
-            torch.cuda.empty_cache()
+    layers = list(itertools.product(options.shapes.split(","), options.dtypes.split(",")))
+    for number, (shape_name, dtype) in enumerate(layers):
+        shape, now = SHAPES[shape_name], time.monotonic()
+        ends = now + (deadline - now) / (len(layers) - number)  # each has an equal share of what is left
+        weights = [make_weights(shape, dtype, seed=s) for s in range(NUM_SETS)]
+        for routing, tokens in itertools.product(options.routings.split(","), order):
+            if time.monotonic() > ends:
+                print(
+                    f"{shape_name} {dtype} {routing} {tokens}: left out, its share of the budget is spent", flush=True
+                )
+                continue
+            try:
+                one_case(Case(shape, dtype, routing, tokens, weights), options.out, right, peers, ceilings)
+            except Exception:  # noqa: BLE001  one case must not end the run; the trace is printed
+                traceback.print_exc()
+            write_record(options.out)  # a kernel that hangs lets nothing be written afterwards
+        del weights
+        torch.cuda.empty_cache()
 
 
 def _libraries(names: str) -> tuple[dict[str, Peer], dict[str, str], dict[str, str]]:

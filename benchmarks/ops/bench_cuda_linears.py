@@ -33,6 +33,7 @@ from benchmarks.record import head, kept, parser_of  # noqa: E402
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable
 
     from bench_cuda_sides import Call
     from torch import Tensor
@@ -116,30 +117,34 @@ def main() -> int:
     }  # fmt: skip
     tokens = [int(value) for value in options.tokens.split(",")]
     forms = options.weights.split(",")
-    with kept(facts, "linears", out=options.out, write=options.write):
+    with kept(facts, "linears", out=options.out, write=options.write) as save:
         for number, form in enumerate(forms):
             now = time.monotonic()  # each has an equal share of what is left
-            time_weights(form, tokens, options, facts, now + (ends - now) / (len(forms) - number))
+            time_weights(form, tokens, options, facts, now + (ends - now) / (len(forms) - number), save=save)
     for what in ("wrong", "left_out"):
         if facts[what]:
             print(f"{what}: {', '.join(facts[what])}")
     return 1 if facts["wrong"] else 0
 
 
-def time_weights(form: str, tokens: list[int], options: Namespace, facts: dict[str, Any], ends: float) -> None:
-    """Time all that was asked for with one format of weights."""
+def time_weights(
+    form: str, tokens: list[int], options: Namespace, facts: dict[str, Any], ends: float, *, save: Callable[[], None]
+) -> None:
+    """Time all that was asked for with one format of weights; `save` is called after each weight and chain."""
     print(f"{form:16} {'T':>2} {'floor':>7} {stock_of(form):>17} {OURS:>12}", flush=True)
     for name in options.shapes.split(","):
         if time.monotonic() > ends or not has_stock(LINEARS[name].depth, form):
             facts["left_out"].append(f"{form} {name}")
             continue
         alone(LINEARS[name], form, tokens, options.repetitions, facts)
+        save()
     for name in options.chains.split(",") if options.chains else ():
         for count in tokens:
             if time.monotonic() > ends or not has_stock(LINEARS[f"{name}-qkv"].depth, form):
                 facts["left_out"].append(f"{form} chain {name} {count}")
                 continue
             chain(name, form, count, options.repetitions, facts)
+            save()
     if options.layer:
         layers(form, tokens, options.repetitions, facts, ends)
 
@@ -362,6 +367,9 @@ def layers(form: str, tokens: list[int], repetitions: int, facts: dict[str, Any]
     from moe_optimizer.ops import cuda_dispatch
     from moe_optimizer.ops.cuda_variants import choose_variant
 
+    if time.monotonic() > ends:  # the weights alone take seconds
+        facts["left_out"] += [f"{form} layer {count}" for count in tokens]
+        return
     shape = SHAPES["qwen3-30b-a3b"]
     weights = [make_weights(shape, "bf16", seed=seed) for seed in range(LAYER_SETS)]
     for count in tokens:

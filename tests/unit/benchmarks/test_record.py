@@ -227,3 +227,12 @@ def test_servers_of_a_machine_without_gpus_ran_on_its_processor(
     found = record.environment()
     assert found["device"] == device
     assert ("cores" in found) == (gpu is None)
+
+
+def test_a_record_of_kernels_is_on_disk_after_each_case(tmp_path: Path) -> None:
+    out, facts = tmp_path / "record.json", {"cases": [1]}
+    with record.kept(facts, "some", out=out, write=False) as save:
+        save()
+        assert json.loads(out.read_text()) == {"cases": [1]}
+        facts["cases"].append(2)
+    assert json.loads(out.read_text()) == {"cases": [1, 2]}
