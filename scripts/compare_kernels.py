@@ -55,6 +55,11 @@ def main() -> int:
     parser.add_argument("commits", metavar="COMMIT", nargs="+")
     parser.add_argument("--cuobjdump", type=Path, help="compare the machine code")
     options = parser.parse_args()
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    path = RECORDS / f"{date}_same_kernels.json"
+    if lost := named_in(path).difference(options.commits):
+        # Tables of the sources that it alone names would hold for none any more.
+        parser.error(f"{path.name} is written anew, without {', '.join(sorted(lost))}\n\nhint: name them too")
     here = kernels_of(ROOT / "csrc", options.cuobjdump)
     trees = [{"commit": None, "cuda_sources": build_info().device_sources("cuda", ROOT / "csrc")}]
     for commit in options.commits:
@@ -70,7 +75,6 @@ def main() -> int:
             trees.append({"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)})
             print(f"{commit}: the same {sum(there.values())} kernels, {sum(new.values())} more in the working tree")
     code = "PTX" if options.cuobjdump is None else "machine code"
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
     record = {
         "what": f"sources of the CUDA kernels that compile to the same {code} but for names and places of parameters; "
         "the first is the tree itself, which may have more kernels",
@@ -81,10 +85,16 @@ def main() -> int:
         "trees": trees,
         f"{code.replace(' ', '_').lower()}_sha256": sorted(here.elements()),
     }
-    path = RECORDS / f"{date}_same_kernels.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")
     return 0
+
+
+def named_in(path: Path) -> set[str]:
+    """Return the commits that a record names, none where there is no such record."""
+    if not path.exists():
+        return set()
+    return {tree["commit"] for tree in json.loads(path.read_text(encoding="utf-8"))["trees"] if tree["commit"]}
 
 
 def extracted(commit: str, folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,6 +94,19 @@ def test_the_tree_may_have_more_kernels_but_none_less(
     written = [json.loads(path.read_text())["trees"] for path in tmp_path.glob("*_same_kernels.json")]
     trees = [{"commit": None, "cuda_sources": "hash of csrc"}, {"commit": "abc123", "cuda_sources": "hash of abc123"}]
     assert written == ([] if status else [trees])
+
+
+def test_a_record_of_the_same_day_loses_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"{datetime.now(UTC):%Y-%m-%d}_same_kernels.json"
+    before = json.dumps({"trees": [{"commit": None, "cuda_sources": "b"}, {"commit": "abc123", "cuda_sources": "a"}]})
+    path.write_text(before)
+    monkeypatch.setattr(compare_kernels, "RECORDS", tmp_path)
+    monkeypatch.setattr(compare_kernels, "kernels_of", lambda *_: Counter("ab"))
+    monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "def456"])
+    with pytest.raises(SystemExit) as ended:
+        compare_kernels.main()
+    assert ended.value.code == 2
+    assert path.read_text() == before
 
 
 def test_kernels_whose_times_no_table_holds_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
