@@ -6,9 +6,11 @@
 
 A side is a name, a model's folder, a profile (@FILE; the balanced one by default), passes to switch on (+four_bit) or
 off (-flash_dmoe) in it, GPUs of its own (gpus=1 or gpus=2,3), and vllm serve arguments of its own; `stock` is vLLM
-without our plugin. All start at once and are loaded in turns: the first beside each of the others, or alone. Sides that
-share GPUs need shares of the memory (--kv-cache-memory-bytes, and --gpu-memory-utilization). Sides with GPUs of their
-own also differ as those do: change them over to see by how much. The record is written after each bench.
+without our plugin. A side does not start without what has a +. With ~ (~skinny_gemm) a pass is on and may stay away, as
+where a worker times its kernel and finds it no faster: the side's table says so. All start at once and are loaded in
+turns: the first beside each of the others, or alone. Sides that share GPUs need shares of the memory
+(--kv-cache-memory-bytes, and --gpu-memory-utilization). Sides with GPUs of their own also differ as those do: change
+them over to see by how much. The record is written when the servers are up or have failed, and after each bench.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from benchmarks.serving.together import started  # noqa: E402
 from moe_optimizer.cli.main import main as moe_optimizer  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
+from moe_optimizer.errors import MoeOptimizerError  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.compile_caches import compile_caches  # noqa: E402
@@ -64,6 +67,8 @@ class Words:
     profile: str
     wishes: dict[str, Wish]
     """Pass -> on or off."""
+    required: frozenset[str]
+    """Those without which it does not start."""
     gpus: str | None
     """The GPUs it alone has, as CUDA_VISIBLE_DEVICES names them; None: those of all sides."""
     vllm_args: tuple[str, ...]
@@ -79,14 +84,15 @@ def words_of(text: str) -> Words:
     name, model, *rest = shlex.split(text)
     profiles = [word for word in rest if word[0] == "@"]
     gpus = [word for word in rest if word.startswith(GPUS)]
-    switches = [word for word in rest if word[0] in "+-" and word[1:] in PASS_NAMES]
-    if unknown := [word for word in rest if word[0] == "+" and word not in switches]:
-        raise argparse.ArgumentTypeError(f"got {unknown}, expected + before one of {PASS_NAMES}")
+    switches = [word for word in rest if word[0] in "+~-" and word[1:] in PASS_NAMES]
+    if unknown := [word for word in rest if word[0] in "+~" and word not in switches]:
+        raise argparse.ArgumentTypeError(f"got {unknown}, expected + or ~ before one of {PASS_NAMES}")
     return Words(
         name=name,
         model=model,
         profile=profiles[-1][1:] if profiles else "balanced",
-        wishes={word[1:]: Wish.ON if word[0] == "+" else Wish.OFF for word in switches},
+        wishes={word[1:]: Wish.OFF if word[0] == "-" else Wish.ON for word in switches},
+        required=frozenset(word[1:] for word in switches if word[0] == "+"),
         gpus=gpus[-1].removeprefix(GPUS) if gpus else None,
         vllm_args=tuple(word for word in rest if word not in (*switches, *profiles, *gpus)),
     )
@@ -111,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--total-s", type=float, default=560.0, help="no bench begins after so long")
     options = parser.parse_args(words[:at])
     end = time.monotonic() + options.total_s
-    sides = [side_of(each, options.batch_size, words[at + 1 :]) for each in options.sides]
     record: dict[str, Any] = {
         **head(
             "`bench` on servers that were up at the same time and loaded in turns; weights are random where vLLM was "
@@ -124,22 +129,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benches": [],
         "not_measured": [],
     }
+
+    def keep() -> None:
+        write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+
+    sides = planned(options.sides, options.batch_size, words[at + 1 :], record["not_started"])
+    keep()
+    if not sides:
+        return 1
     with contextlib.ExitStack() as stack:
         folder = options.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         assert sides[0].plan is not None, sides[0]
         # `bench` and the servers look into the same folders for what was compiled.
         os.environ.update(compile_caches(sides[0].plan, os.environ))
-        gpus = {each.name: each.environment for each in options.sides}
+        own = {each.name: each for each in options.sides}
+        ready_s = max(LEAST_S, end - time.monotonic() - LEAST_S)
         up = stack.enter_context(
             started(
-                sides, folder, options.total_s, record["not_started"], warm_up_s=options.warm_up_s, environments=gpus
+                sides, folder, ready_s, record["not_started"], warm_up_s=options.warm_up_s,
+                environments={name: each.environment for name, each in own.items()},
             )
-        )
+        )  # fmt: skip
         record["sides"] = {
-            side.name: about(side, up[side.name]) | {"gpus": words.gpus}
-            for side, words in zip(sides, options.sides, strict=True)
-            if side.name in up
+            side.name: about(side, up[side.name]) | {"gpus": own[side.name].gpus} for side in sides if side.name in up
         }
+        keep()
         if options.first_s:
             known = {side.name: side.plan.model.vocab_size for side in sides if side.plan is not None}
             drive(
@@ -157,8 +171,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record["benches"].append(found)
             else:
                 record["not_measured"].append(f"{title}: bench failed")
-            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+            keep()
     return 0 if record["benches"] and not record["not_started"] else 1
+
+
+def planned(sides: Sequence[Words], batch_size: int, vllm_args: Sequence[str], failed: dict[str, str]) -> list[Side]:
+    """Return the sides that have a plan; `failed` gets the names of the others, and why there is none."""
+    found = []
+    for words in sides:
+        try:
+            found.append(side_of(words, batch_size, vllm_args))
+        except MoeOptimizerError as error:
+            failed[words.name] = str(error)
+            print(f"{words.name}: {error}", flush=True)
+    return found
 
 
 def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
@@ -166,7 +192,7 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
 
     vLLM alone has as many requests and tokens in a step as the others, and nothing else.
     """
-    asked, required = words.wishes, frozenset(name for name, wish in words.wishes.items() if wish is Wish.ON)
+    asked = words.wishes
     if words.name == STOCK:
         asked = dict.fromkeys(PASS_NAMES, Wish.OFF) | {"scheduler": Wish.ON}
 
@@ -180,7 +206,7 @@ def side_of(words: Words, batch_size: int, vllm_args: Sequence[str]) -> Side:
     with changed_environment(words.environment):
         # What no table answers is measured first, as `serve` does: required kernels would be refused without.
         measure_if_needed(plan(will_measure=True), CALIBRATE_S, ProgressLines(verbose=True))
-        return Side(name=words.name, plan=plan(required=required))
+        return Side(name=words.name, plan=plan(required=words.required))
 
 
 def about(side: Side, running: RunningSide) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.serving import bench_beside, together
 from benchmarks.serving.bench_beside import benches_of, words_of
-from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.measure.bench.result import RESULT_FILE
 from moe_optimizer.measure.bench.side import RunningSide, Side
 from moe_optimizer.plan.decision import Wish
@@ -32,6 +32,30 @@ def test_a_side_is_a_name_a_model_passes_and_arguments_of_its_own() -> None:
     assert words_of("ours folder").environment == {}
     assert words.wishes == {"four_bit": Wish.ON, "expert_load": Wish.OFF}
     assert words.vllm_args == ("-cc.mode=0", "--seed", "1")
+
+
+def test_only_what_has_a_plus_is_required_of_a_side() -> None:
+    words = words_of("ours folder +four_bit ~skinny_gemm -expert_load")
+    assert words.wishes == {"four_bit": Wish.ON, "skinny_gemm": Wish.ON, "expert_load": Wish.OFF}
+    assert words.required == {"four_bit"}
+
+
+def test_a_side_without_a_plan_leaves_the_others_and_a_record_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(words: bench_beside.Words, *_: Any) -> Side:
+        if words.name == "broken":
+            raise RequiredNotAppliedError("it is refused")
+        return Side(name=words.name, plan=None)
+
+    monkeypatch.setattr(bench_beside, "side_of", refused)
+    failed: dict[str, str] = {}
+    sides = [words_of("broken folder"), words_of("ours folder")]
+    assert [side.name for side in bench_beside.planned(sides, 8, (), failed)] == ["ours"]
+    assert failed == {"broken": "it is refused"}
+    out = tmp_path / "record.json"
+    assert bench_beside.main(["--out", str(out), "--side", "broken folder", "--commit", "none"]) == 1
+    assert json.loads(out.read_text(encoding="utf-8"))["not_started"] == failed
 
 
 def test_a_pass_that_there_is_not_is_refused() -> None:
