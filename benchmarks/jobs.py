@@ -167,8 +167,14 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def commit_of(named: str | None) -> str:
-    """Return what benchmarks get as --commit."""
+    """Return what benchmarks get as --commit.
+
+    Raises:
+        InputError: git does not tell, and nobody said: the records would be of no commit.
+    """
     found = checkout(named)
+    if found["commit"] is None:
+        raise InputError("--commit: got nothing, and this checkout has no .git", hint="name the commit")
     return f"{found['commit']}{'+dirty' if found['dirty'] else ''}"
 
 

@@ -111,6 +111,14 @@ def test_jobs_run_at_once_on_gpus_of_their_own(tmp_path: Path, arguments: Write)
     assert sorted(others) == ["4", "7"]
 
 
+def test_nothing_runs_for_records_of_no_commit(
+    tmp_path: Path, arguments: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.jobs.checkout", lambda _named: {"commit": None, "dirty": None})
+    assert main(arguments({"one": {"run": [shell("true")]}})) == 2
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_job_whose_time_is_over_leaves_nothing_running(tmp_path: Path, arguments: Write) -> None:
     jobs = {"long": {"seconds": 1.0, "run": [shell("sleep 1000 & echo $$! > $out/pid; wait"), shell("true")]}}
     assert main(arguments(jobs)) == 1
