@@ -194,6 +194,20 @@ class PluginSession:
             self.writer.write()
             raise RequiredNotAppliedError(f"{pass_name}: required, but not applied: {reason}")
 
+    @contextlib.contextmanager
+    def falling_back(self, pass_name: str, what: str = "") -> Iterator[None]:
+        """Refuse a pass if the block fails, and end the block there: vLLM goes on without it.
+
+        Raises:
+            RequiredNotAppliedError: as `refused`, also from inside the block.
+        """
+        try:
+            yield
+        except RequiredNotAppliedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the process is vLLM's
+            self.refused(pass_name, f"{what}fallback: {described(error)}")
+
     def add_layer(self, pass_names: Sequence[str], address: int, layer: LayerProof) -> None:
         """Count a layer's calls for these passes, under the address of its weights."""
         layer.router = self._routers.get(address, self._other_routers)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops.kernel_arguments import PagedDecode
 from moe_optimizer.ops.paged_decode import MAX_TOKENS, plain, run_kernel, why_no_kernel
@@ -54,17 +53,10 @@ def install_decode_attention(session: PluginSession, worker: Any) -> None:
     """
     if session.wanted(DECODE_PASS) is None or session.proof.passes[DECODE_PASS].why_not:
         return
-    try:
-        reason = why_changed(RELIED_ON) or why_not_server(worker.vllm_config)
-        if not reason:
-            with torch.inference_mode():
-                reason = _installed(session, worker)
-    except RequiredNotAppliedError:
-        raise
-    except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
-        reason = f"fallback: {described(error)}"
-    if reason:
-        session.refused(DECODE_PASS, reason)
+    with session.falling_back(DECODE_PASS), torch.inference_mode():
+        reason = why_changed(RELIED_ON) or why_not_server(worker.vllm_config) or _installed(session, worker)
+        if reason:
+            session.refused(DECODE_PASS, reason)
 
 
 def why_not_server(vllm_config: Any) -> str:

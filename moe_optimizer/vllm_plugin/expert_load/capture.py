@@ -92,14 +92,12 @@ def start_counting(session: PluginSession, worker: Any) -> None:
     _counting = None
     if session.wanted(LOAD_PASS) is None or session.proof.passes[LOAD_PASS].why_not:
         return
-    try:
+    with session.falling_back(LOAD_PASS):
         reason = _why_not(worker.vllm_config)
         if not reason:
             _counting, reason = _bound(session, worker)
-    except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
-        reason = f"fallback: {described(error)}"
-    if reason:
-        session.refused(LOAD_PASS, reason)
+        if reason:
+            session.refused(LOAD_PASS, reason)
 
 
 def _why_not(vllm_config: Any) -> str:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.vllm_plugin.experts.lora import why_adapters_keep_vllms
 from moe_optimizer.vllm_plugin.patch import Patch
@@ -35,13 +34,9 @@ def _offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callabl
             load = load_class.get(getattr(backend, "name", ""))
             if session is None or load is None:
                 return classes
-            try:
+            with session.falling_back(EXPERTS_PASS):
                 return [*offered_classes(session, load, classes), *classes]
-            except RequiredNotAppliedError:
-                raise
-            except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
-                session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
-                return classes
+            return classes
 
         return backend_to_kernel_cls
 

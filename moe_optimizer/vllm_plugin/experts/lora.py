@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.specs.lora_targets import reach_experts
 from moe_optimizer.vllm_plugin.patch import Patch, PatchState, patch_reports
 from moe_optimizer.vllm_plugin.server_facts import lora_targets, server_facts, uses_lora
@@ -37,13 +36,9 @@ def _without_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
         session = current_session()
         if session is None or not self.is_lora_enabled:
             return
-        try:
+        with session.falling_back(EXPERTS_PASS):  # the model works with the mark too
             if not reach_experts(lora_targets()) and _ours_are_planned(session):
                 self.is_lora_enabled = False
-        except RequiredNotAppliedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - vLLM is building its model, which works with the mark too
-            session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
 
     return marked
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from moe_optimizer.errors import KernelUnavailableError, RequiredNotAppliedError, described
+from moe_optimizer.errors import KernelUnavailableError
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
@@ -26,15 +26,11 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         # Scales that are powers of two are another format, for another kernel.
         if session is None or decision is None or use_ue8m0 or list(block_size) != _BLOCK:
             return original(x, block_size, use_ue8m0)
-        try:
+        with session.falling_back(FP8_PASS, "vLLM's own quantizer is used: "):
             result, used = _quantized(x, decision.params_as(Fp8Params).quantizer)
             _note(session, used)
-        except RequiredNotAppliedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - vLLM is loading its model, and its own quantiser works
-            session.refused(FP8_PASS, f"vLLM's own quantizer is used: fallback: {described(error)}")
-            return original(x, block_size, use_ue8m0)
-        return result
+            return result
+        return original(x, block_size, use_ue8m0)
 
     return per_block_cast_to_fp8
 

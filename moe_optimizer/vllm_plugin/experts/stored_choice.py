@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.vllm_plugin.experts.kernel_choice import offered_classes
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
@@ -34,12 +33,8 @@ def choosing(
             session = current_session()
             ours = None
             if session is not None and config.moe_backend == "auto":
-                try:
+                with session.falling_back(EXPERTS_PASS):
                     ours = choose(session, config, *arguments, **named)
-                except RequiredNotAppliedError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
-                    session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
             return original(config, *arguments, **named) if ours is None else (emulation(), ours)
 
         return select

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.vllm_plugin.compat import why_changed
@@ -55,17 +54,11 @@ def install_skinny_linears(session: PluginSession, worker: Any) -> None:
     decision = session.wanted(SKINNY_PASS)
     if decision is None or session.proof.passes[SKINNY_PASS].why_not:
         return
-    try:
+    with session.falling_back(SKINNY_PASS), torch.inference_mode():
         reason = why_changed(RELIED_ON) or _why_not(worker.vllm_config)
-        if not reason:
-            with torch.inference_mode():
-                reason = _installed(session, worker.model_runner.get_model(), fp8=decision.wish is Wish.ON)
-    except RequiredNotAppliedError:
-        raise
-    except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
-        reason = f"fallback: {described(error)}"
-    if reason:
-        session.refused(SKINNY_PASS, reason)
+        reason = reason or _installed(session, worker.model_runner.get_model(), fp8=decision.wish is Wish.ON)
+        if reason:
+            session.refused(SKINNY_PASS, reason)
 
 
 def _why_not(vllm_config: Any) -> str:
