@@ -25,20 +25,12 @@ class Fp8Weights(QuantizedWeights):
 
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
         """Return the weights in FP8, with the share of them that is at its largest number."""
-        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.fp8_quant import quantize_fp8, saturated_share
 
-        gate_up = quantize_fp8(w13, granularity=params.granularity)
-        down = quantize_fp8(w2, granularity=params.granularity)
-        return KernelWeights(
-            format=FORMAT,
-            w13=gate_up[0],
-            w2=down[0],
-            w13_scale=gate_up[1],
-            w2_scale=down[1],
-            output_error=None if params.max_layer_error is None else experts_output_error(w13, w2, gate_up, down),
-            saturated=saturated_share(gate_up[0], down[0]),
-        )
+        gate_up, gate_up_scale = quantize_fp8(w13, granularity=params.granularity)
+        down, down_scale = quantize_fp8(w2, granularity=params.granularity)
+        share = saturated_share(gate_up, down)
+        return KernelWeights(FORMAT, gate_up, down, w13_scale=gate_up_scale, w2_scale=down_scale, saturated=share)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert's two matrices in float32."""

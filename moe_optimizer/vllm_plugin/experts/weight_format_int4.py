@@ -37,19 +37,10 @@ class Int4Weights(QuantizedWeights):
 
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: FourBitParams) -> KernelWeights:
         """Return the weights in INT4."""
-        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.int4 import quantize_int4
 
         gate_up, down = quantize_int4(w13, params.group), quantize_int4(w2, params.group)
-        changed = ((gate_up, None), (down, None))
-        return KernelWeights(
-            format=INT4,
-            w13=gate_up.codes,
-            w2=down.codes,
-            w13_scale=gate_up.scale,
-            w2_scale=down.scale,
-            output_error=None if params.max_layer_error is None else experts_output_error(w13, w2, *changed),
-        )
+        return KernelWeights(INT4, gate_up.codes, down.codes, w13_scale=gate_up.scale, w2_scale=down.scale)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert's two matrices in float32."""

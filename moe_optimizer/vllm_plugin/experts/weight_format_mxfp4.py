@@ -32,20 +32,12 @@ class Mxfp4Weights(QuantizedWeights):
             return f"MXFP4 experts need H and I in multiples of {SCALE_GROUP}, found {sizes[0]} and {sizes[1]}"
         return ""
 
-    def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: FourBitParams) -> KernelWeights:
+    def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: FourBitParams) -> KernelWeights:  # noqa: ARG002
         """Return the weights in MXFP4."""
-        from moe_optimizer.ops.experts_error import experts_output_error
         from moe_optimizer.ops.mxfp4 import quantize_mxfp4
 
-        gate_up, down = quantize_mxfp4(w13), quantize_mxfp4(w2)
-        return KernelWeights(
-            format=MXFP4,
-            w13=gate_up[0],
-            w2=down[0],
-            w13_scale=gate_up[1],
-            w2_scale=down[1],
-            output_error=None if params.max_layer_error is None else experts_output_error(w13, w2, gate_up, down),
-        )
+        (gate_up, gate_up_scale), (down, down_scale) = quantize_mxfp4(w13), quantize_mxfp4(w2)
+        return KernelWeights(MXFP4, gate_up, down, w13_scale=gate_up_scale, w2_scale=down_scale)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert's two matrices in float32."""

@@ -40,7 +40,7 @@ class QuantizedWeights(WeightFormat):
         if decoder_layer(layer_name) in params.excluded_layers:
             return _plain(w13, w2, "kept by the plan")
         try:
-            converted = self.quantized(w13, w2, params)
+            converted = self._with_error(w13, w2, params)
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
             session.refused(self.pass_name, f"{layer_name}: fallback: {described(error)}")
             return _plain(w13, w2, "could not be converted")
@@ -56,7 +56,7 @@ class QuantizedWeights(WeightFormat):
         """
         session, decision = current_decision(self.pass_name)
         params = decision.params_as(self.params)
-        converted = self.quantized(w13, w2, params)
+        converted = self._with_error(w13, w2, params)
         beyond = self._beyond_budget(converted, params)
         if beyond:
             # The compiled graphs read the format: the layer cannot go back to the weights as loaded.
@@ -65,7 +65,16 @@ class QuantizedWeights(WeightFormat):
 
     @abstractmethod
     def quantized(self, w13: torch.Tensor, w2: torch.Tensor, params: Any) -> KernelWeights:
+        """Return the weights in the format."""
+
+    def _with_error(self, w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params | FourBitParams) -> KernelWeights:
         """Return the weights in the format, with the change of the layer's output where the plan bounds it."""
+        from moe_optimizer.ops.experts_error import experts_output_error
+
+        converted = self.quantized(w13, w2, params)
+        if params.max_layer_error is None:
+            return converted
+        return converted._replace(output_error=experts_output_error(w13, w2, *self.operands(converted)))
 
     def _beyond_budget(self, converted: KernelWeights, params: Fp8Params | FourBitParams) -> str:
         """Return how far the output changes beyond what the plan allows, or ""."""
