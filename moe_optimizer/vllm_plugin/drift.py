@@ -24,8 +24,6 @@ from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.half_batches import HALF_BATCH_METADATA
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
-_PERMANENT = "stays: a public interface"
-
 
 class SeamStatus(Enum):
     """Whether a seam is as this package knows it."""
@@ -49,14 +47,17 @@ class Seam:
     """When this package stops needing it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_Look = Callable[[Path], tuple[SeamStatus, str]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A seam and how to look for it."""
 
     name: str
-    look: Callable[[Path], tuple[SeamStatus, str]]
+    look: _Look
     why: str
-    remove_when: str = _PERMANENT
+    remove_when: str = "stays: a public interface"
 
 
 def probe_seams(root: Path | None = None) -> tuple[Seam, ...]:
@@ -81,8 +82,10 @@ def _probe(known: _Known, root: Path | None) -> Seam:
     return Seam(name=known.name, status=status, detail=detail, why=known.why, remove_when=known.remove_when)
 
 
-def _patched(patch: Patch, root: Path) -> tuple[SeamStatus, str]:
-    """Look for the source that a patch was written for."""
+def _patched(patches: Sequence[Patch], root: Path) -> tuple[SeamStatus, str]:
+    """Look for the source that the first patch whose module is there was written for: a target may have moved."""
+    there = (patch for patch in patches if compat.module_path(root, patch.module).is_file())
+    patch = next(there, patches[-1])
     path = compat.module_path(root, patch.module)
     source = compat.definition_source(path, patch.name)
     if source is None:
@@ -93,12 +96,6 @@ def _patched(patch: Patch, root: Path) -> tuple[SeamStatus, str]:
     digest = compat.fingerprint(source)
     versions = [version for version, known in patch.fingerprints.items() if known == digest]
     return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
-
-
-def _first_patched(patches: Sequence[Patch], root: Path) -> tuple[SeamStatus, str]:
-    """Look for the first patch whose module is there: a target may have moved between versions."""
-    there = (patch for patch in patches if compat.module_path(root, patch.module).is_file())
-    return _patched(next(there, patches[-1]), root)
 
 
 def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
@@ -143,8 +140,9 @@ def _abstract_names(class_source: str) -> set[str]:
     }
 
 
-def _defined(module: str, name: str, *, arguments: tuple[str, ...] = ()) -> Callable[[Path], tuple[SeamStatus, str]]:
-    """Look for a name in a module, and for a function that it takes `arguments` first."""
+def _defined(target: str, *arguments: str) -> _Look:
+    """Look for the name of "module:name", and for a function that it takes `arguments` first."""
+    module, _, name = target.partition(":")
 
     def look(root: Path) -> tuple[SeamStatus, str]:
         source = compat.definition_source(compat.module_path(root, module), name)
@@ -155,7 +153,7 @@ def _defined(module: str, name: str, *, arguments: tuple[str, ...] = ()) -> Call
             found = tuple(argument.arg for argument in definition.args.args)[: len(arguments)]
             if found != arguments:
                 return SeamStatus.CHANGED, f"{name} takes ({', '.join(found)}), known is ({', '.join(arguments)})"
-        return SeamStatus.PRESENT, f"{module}:{name}"
+        return SeamStatus.PRESENT, target
 
     return look
 
@@ -167,20 +165,22 @@ def _word(module: str, word: str, found: str, root: Path) -> tuple[SeamStatus, s
     return SeamStatus.GONE, f"not in {module}"
 
 
-def _patch(name: str, patch: Patch) -> _Known:
-    return _Known(name=name, look=partial(_patched, patch), why=patch.why, remove_when=patch.remove_when)
+def _patch(name: str, *versions: Patch) -> _Known:
+    return _Known(name, partial(_patched, versions), versions[-1].why, versions[-1].remove_when)
 
 
 def _flag(flag: str, why: str) -> _Known:
-    look = partial(_word, "vllm.engine.arg_utils", flag, "argument of vllm serve")
-    return _Known(name=flag, look=look, why=why)
+    return _Known(flag, partial(_word, "vllm.engine.arg_utils", flag, "argument of vllm serve"), why)
 
 
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+_CACHE_KEY = "vLLM's compile cache key covers the experts class"
 _SEAMS = (
     _Known(
-        name="general plugins",
-        look=_defined("vllm.plugins", "load_general_plugins"),
-        why="vLLM loads this package in each of its processes",
+        "general plugins",
+        _defined("vllm.plugins:load_general_plugins"),
+        "vLLM loads this package in each of its processes",
     ),
     _patch("unquantized kernel choice", UNQUANTIZED_ORACLE),
     _patch("fp8 kernel choice", FP8_ORACLE),
@@ -188,43 +188,29 @@ _SEAMS = (
     _patch("gpt-oss kernel choice", GPT_OSS_CHOICE),
     _patch("gpt-oss loaded weights", GPT_OSS_LOADED),
     _patch("INT4 kernel choice", INT4_CHOICE),
-    *(
-        _Known(
-            name=f"INT4 loaded weights ({method})",
-            look=partial(_first_patched, loading),
-            why=loading[-1].why,
-            remove_when=loading[-1].remove_when,
-        )
-        for method, loading in INT4_LOADED.items()
-    ),
+    *(_patch(f"INT4 loaded weights ({method})", *versions) for method, versions in INT4_LOADED.items()),
     _patch("unquantized experts' weights", LAYERWISE_LOADING),
     _Known(
-        name="layerwise loading",
-        look=_defined(
-            "vllm.model_executor.model_loader.reload.layerwise", "initialize_online_processing", arguments=("layer",)
-        ),
-        why="a layer whose experts are converted is finished while the next ones are loaded",
+        "layerwise loading",
+        _defined(f"{_LAYERWISE}:initialize_online_processing", "layer"),
+        "a layer whose experts are converted is finished while the next ones are loaded",
     ),
     _Known(
-        name="new weights in place",
-        look=_defined("vllm.model_executor.model_loader.reload.layerwise", "_copy_and_restore_kernel_tensors"),
-        why="new weights of converted experts are copied into the parameters that compiled graphs read",
+        "new weights in place",
+        _defined(f"{_LAYERWISE}:_copy_and_restore_kernel_tensors"),
+        "new weights of converted experts are copied into the parameters that compiled graphs read",
     ),
     _Known(
-        name="a worker's weights change",
-        look=_defined("vllm.v1.worker.gpu_worker", "Worker.reload_weights"),
-        why="the experts are tried again after it, and scales that they keep in another form are rewritten",
+        "a worker's weights change",
+        _defined("vllm.v1.worker.gpu_worker:Worker.reload_weights"),
+        "the experts are tried again after it, and scales that they keep in another form are rewritten",
         remove_when="vLLM tells a plugin when weights have changed",
     ),
     _patch("online FP8 quantiser", ONLINE_FP8_QUANTIZER),
     _Known(
-        name="routed experts callback",
-        look=_defined(
-            "vllm.model_executor.layers.fused_moe.router.base_router",
-            "BaseRouter.set_capture_fn",
-            arguments=("self", "capture_fn"),
-        ),
-        why="tokens are counted per expert in it",
+        "routed experts callback",
+        _defined(f"{_FUSED_MOE}.router.base_router:BaseRouter.set_capture_fn", "self", "capture_fn"),
+        "tokens are counted per expert in it",
     ),
     _patch("a worker's model is loaded", WORKER_MODEL_LOADED),
     _patch("a worker's step", WORKER_EXECUTE_MODEL),
@@ -232,41 +218,45 @@ _SEAMS = (
     _patch("metadata of half batches", HALF_BATCH_METADATA),
     _patch("monitor of compilations", JIT_EVENTS),
     _patch("a layer's expert map", ROUTED_EXPERTS),
-    _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
+    _Known("experts interface", _abstract_methods, "the experts classes implement it"),
     _Known(
-        name="Triton experts",
-        look=_defined("vllm.model_executor.layers.fused_moe.experts.triton_moe", "TritonExperts"),
-        why="compute the batch sizes at which our CUDA kernels do not win",
+        "Triton experts",
+        _defined(f"{_FUSED_MOE}.experts.triton_moe:TritonExperts"),
+        "compute the batch sizes at which our CUDA kernels do not win",
     ),
     _Known(
-        name="output of the experts",
-        look=_defined(
-            "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce",
-            "TopKWeightAndReduceNoOP.apply",
-            arguments=("self", "output", "fused_expert_output"),
+        "output of the experts",
+        _defined(
+            f"{_FUSED_MOE}.topk_weight_and_reduce:TopKWeightAndReduceNoOP.apply",
+            "self",
+            "output",
+            "fused_expert_output",
         ),
-        why="our CUDA kernels write there instead of into vLLM's workspace",
+        "our CUDA kernels write there instead of into vLLM's workspace",
     ),
     _Known(
-        name="FP8 activations",
-        look=_defined(
-            "vllm.model_executor.layers.fused_moe.utils",
-            "moe_kernel_quantize_input",
-            arguments=("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
+        "FP8 activations",
+        _defined(
+            f"{_FUSED_MOE}.utils:moe_kernel_quantize_input",
+            "A",
+            "A_scale",
+            "quant_dtype",
+            "per_act_token_quant",
+            "block_shape",
         ),
-        why="quantises the activations for vLLM's FP8 experts where our class hands them a forward",
+        "quantises the activations for vLLM's FP8 experts where our class hands them a forward",
     ),
     _Known(
-        name="compile cache factors",
-        look=_defined("vllm.envs", "compile_factors"),
-        why="keeps compiled graphs with our kernel apart from those of stock vLLM",
-        remove_when="vLLM's compile cache key covers the experts class",
+        "compile cache factors",
+        _defined("vllm.envs:compile_factors"),
+        "keeps compiled graphs with our kernel apart from those of stock vLLM",
+        _CACHE_KEY,
     ),
     _Known(
-        name="environment table",
-        look=_defined("vllm.envs", "environment_variables"),
-        why="the compile cache factors are read from it",
-        remove_when="vLLM's compile cache key covers the experts class",
+        "environment table",
+        _defined("vllm.envs:environment_variables"),
+        "the compile cache factors are read from it",
+        _CACHE_KEY,
     ),
     _flag("--moe-backend", "vLLM's choice of a MoE backend"),
     _flag("--kv-cache-dtype", "key/value cache in FP8"),
@@ -279,14 +269,14 @@ _SEAMS = (
     _flag("--all2all-backend", "expert parallel communication"),
     _flag("--shutdown-timeout", "requests are finished before a stop"),
     _Known(
-        name="VLLM_TUNED_CONFIG_FOLDER",
-        look=partial(_word, "vllm.envs", "VLLM_TUNED_CONFIG_FOLDER", "environment variable"),
-        why="tuned Triton configurations",
+        "VLLM_TUNED_CONFIG_FOLDER",
+        partial(_word, "vllm.envs", "VLLM_TUNED_CONFIG_FOLDER", "environment variable"),
+        "tuned Triton configurations",
     ),
     _Known(
-        name="EPLB policies",
-        look=_defined("vllm.distributed.eplb.policy", "EPLB_POLICIES"),
-        why="our expert placement takes the place of the default policy",
+        "EPLB policies",
+        _defined("vllm.distributed.eplb.policy:EPLB_POLICIES"),
+        "our expert placement takes the place of the default policy",
         remove_when="vLLM's flag takes policies from outside, also while experts are moved in the background",
     ),
 )
