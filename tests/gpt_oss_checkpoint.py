@@ -63,19 +63,18 @@ _CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_gpt_oss(folder: Path, *, dequantized: bool = False, seed: int = 0) -> Path:
+def write_gpt_oss(folder: Path, *, dequantized: bool = False) -> Path:
     """Write a checkpoint with random weights, and return its folder.
 
     Args:
         folder: is made.
         dequantized: with the same experts in BF16, which holds every MXFP4 weight exactly.
-        seed: of the weights.
     """
     ignored = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json", "*.md", "*.txt")
     shutil.copytree(TINY_MOE, folder, ignore=ignored)
     config = _CONFIG if dequantized else _CONFIG | {"quantization_config": _QUANTIZATION}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = _tensors(torch.Generator().manual_seed(seed), dequantized=dequantized)
+    tensors = _tensors(torch.Generator().manual_seed(0), dequantized=dequantized)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

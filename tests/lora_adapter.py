@@ -17,12 +17,10 @@ ATTENTION = ("q_proj", "v_proj")
 """What the adapter changes, as the checkpoint names it."""
 
 
-def write_attention_adapter(folder: Path, *, scale: float = 0.2) -> Path:
+def write_attention_adapter(folder: Path) -> Path:
     """Write an adapter of random values on the attention of each layer to `folder`, which is made, and return it.
 
-    Args:
-        folder: does not exist yet.
-        scale: standard deviation of its values; large enough by default that answers change.
+    Its values have a standard deviation of 0.2: large enough that answers change.
     """
     folder.mkdir()
     config = json.loads((TINY_MOE / "config.json").read_text(encoding="utf-8"))
@@ -34,7 +32,7 @@ def write_attention_adapter(folder: Path, *, scale: float = 0.2) -> Path:
             for side, rows, columns in (
                 ("lora_A", RANK, config["hidden_size"]), ("lora_B", heads[name] * config["head_dim"], RANK)
             ):  # fmt: skip
-                tensors[f"{prefix}.{side}.weight"] = scale * torch.randn(rows, columns, generator=generator)
+                tensors[f"{prefix}.{side}.weight"] = 0.2 * torch.randn(rows, columns, generator=generator)
     save_file(tensors, folder / "adapter_model.safetensors")
     adapter = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny-moe", "bias": "none",

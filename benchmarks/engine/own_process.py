@@ -14,13 +14,13 @@ import psutil
 _MOST_S_TO_END = 20.0
 
 
-def in_own_process(function: Any, *arguments: Any, limit_s: float | None = None, **named: Any) -> Any:
+def in_own_process(function: Any, *arguments: Any, **named: Any) -> Any:
     """Return what `function` returns in a fresh process.
 
     Raises:
-        RuntimeError: it ended without a result, or had none after `limit_s`; its own messages are on stderr.
+        RuntimeError: it ended without a result; its own messages are on stderr.
     """
-    (found,) = each_of_own_process(function, *arguments, limit_s=limit_s, **named)
+    (found,) = each_of_own_process(function, *arguments, **named)
     return found
 
 

@@ -71,12 +71,12 @@ def measure_ceilings() -> dict[str, float]:
     return {"copy_bytes_per_s": 2 * source.numel() / copy_s, "bf16_flops_per_s": 2 * 8192**3 / product_s}
 
 
-def _best_of(work: Call, runs: int = 10) -> float:
+def _best_of(work: Call) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         work()
     times = []
-    for _ in range(runs):
+    for _ in range(10):
         start.record()
         work()
         end.record()

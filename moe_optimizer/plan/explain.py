@@ -35,9 +35,9 @@ def render_plan(plan: Plan, *, width: int = 80, color: bool = False, explain: bo
     return _Page(width=min(max(width, _MIN_WIDTH), _MAX_WIDTH), color=color, explain=explain).render(plan)
 
 
-def render_commands(plan: Plan, *, width: int = 100) -> str:
+def render_commands(plan: Plan) -> str:
     """Return the commands that serve the plan, as a shell takes them."""
-    return textwrap.dedent("\n".join(_Page(width=width, color=False, explain=False)._commands(plan)))
+    return textwrap.dedent("\n".join(_Page(width=100, color=False, explain=False)._commands(plan)))
 
 
 class _Page:

@@ -163,11 +163,11 @@ class SpeedTables:
         return f"the kernel speeds {question.why_not(nearest)}"
 
 
-def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tuple[TokenRange, ...]:
+def token_ranges(rows: Sequence[TokenSpeeds]) -> tuple[TokenRange, ...]:
     """Return which kernel to use for how many tokens. Above the last range: vLLM's.
 
     Between two measured numbers of tokens a variant is used only if it was measured at both and is faster than
-    vLLM's at both: at the upper one, up to which it is used, by `margin`; of several the one that gains most there. At
+    vLLM's at both: at the upper one, up to which it is used, by `MARGIN`; of several the one that gains most there. At
     the measured number itself, which may be the step that a server is told to fill, the fastest of all counts.
     """
     chosen: list[TokenRange] = []
@@ -177,8 +177,8 @@ def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tupl
         if lower is None and row.tokens > 1:
             chosen.append(TokenRange(up_to=row.tokens - 1, use=STOCK))
         if lower is not None and lower.tokens + 1 < row.tokens:
-            chosen.append(TokenRange(up_to=row.tokens - 1, use=_winner(row, margin, also_at=lower)))
-        chosen.append(TokenRange(up_to=row.tokens, use=_winner(row, margin)))
+            chosen.append(TokenRange(up_to=row.tokens - 1, use=_winner(row, also_at=lower)))
+        chosen.append(TokenRange(up_to=row.tokens, use=_winner(row)))
         lower = row
     merged: list[TokenRange] = []
     for each in chosen:
@@ -213,11 +213,11 @@ def _fastest(times: Mapping[str, float]) -> str:
     return min(times, key=lambda use: times[use])
 
 
-def _winner(row: TokenSpeeds, margin: float, *, also_at: TokenSpeeds | None = None) -> str:
+def _winner(row: TokenSpeeds, *, also_at: TokenSpeeds | None = None) -> str:
     faster = [
         (time, name)
         for name, time in row.ours_us.items()
-        if time <= (1 - margin) * row.stock_us
+        if time <= (1 - MARGIN) * row.stock_us
         and (also_at is None or also_at.ours_us.get(name, float("inf")) <= also_at.stock_us)
     ]
     return min(faster)[1] if faster else STOCK
@@ -231,12 +231,12 @@ def kernel_for(ranges: Sequence[TokenRange], tokens: int) -> str:
     return STOCK
 
 
-def never_slower(rows: Sequence[TokenSpeeds], variant: str, *, margin: float = MARGIN) -> bool:
+def never_slower(rows: Sequence[TokenSpeeds], variant: str) -> bool:
     """Return whether one kernel can take the place of vLLM's at every number of tokens: the weights of a layer lie
-    for the one or for the other. "Never slower" is meant up to `margin`, and it must gain somewhere.
+    for the one or for the other. "Never slower" is meant up to `MARGIN`, and it must gain somewhere.
     """
     ratios = [row.stock_us / row.ours_us[variant] for row in rows if variant in row.ours_us]
-    return len(ratios) == len(rows) > 0 and min(ratios) >= 1 - margin and max(ratios) >= 1 + margin
+    return len(ratios) == len(rows) > 0 and min(ratios) >= 1 - MARGIN and max(ratios) >= 1 + MARGIN
 
 
 _HASH_DIGITS = 64

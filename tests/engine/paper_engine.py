@@ -64,7 +64,7 @@ def run(engine: LLMEngine, *, max_steps: int = 10_000) -> dict[str, RequestOutpu
     raise AssertionError(f"not finished after {max_steps} steps")
 
 
-def assert_as_expected(output: RequestOutput, max_model_len: int = 64) -> None:
+def assert_as_expected(output: RequestOutput) -> None:
     for sample in output.outputs:
         want = expected_output(output.prompt_token_ids, len(sample.token_ids), sample.index)
         assert sample.token_ids == want, f"request {output.request_id}, sample {sample.index}"

@@ -56,11 +56,11 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found
 
 
-def safetensors(tensors: Mapping[str, tuple[int, ...]], dtype: str = "BF16", **dtypes: str) -> bytes:
+def safetensors(tensors: Mapping[str, tuple[int, ...]], **dtypes: str) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
-        kind = next((value for key, value in dtypes.items() if key in name), dtype)
+        kind = next((value for key, value in dtypes.items() if key in name), "BF16")
         start, end = end, end + math.prod(shape) * BYTES[kind]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()

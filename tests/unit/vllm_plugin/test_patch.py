@@ -45,12 +45,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
     return write
 
 
-def patch_of(name: str, known: str = SOURCE, replacement: Any = None) -> Patch:
+def patch_of(name: str, replacement: Any = None) -> Patch:
     return Patch(
         target=f"{name}:choose",
         why="test",
         remove_when="never",
-        fingerprints={"1.0": fingerprint(known.rstrip("\n"))},
+        fingerprints={"1.0": fingerprint(SOURCE.rstrip("\n"))},
         replacement=replacement or (lambda original: lambda backend: ["ours", *original(backend)]),
     )
 
