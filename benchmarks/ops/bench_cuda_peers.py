@@ -23,14 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from bench_cuda_cases import PEER_FORMATS, Shape, Tokens, Weights, kind_of
-from bench_cuda_pair_kernels import (
-    GROUP,
-    ScaledRows,
-    combine,
-    quantize_silu_and_mul,
-    quantize_tokens,
-    silu_and_mul,
-)
+from bench_cuda_pair_kernels import GROUP, ScaledRows, combine, quantize_silu_and_mul, quantize_tokens, silu_and_mul
 from bench_cuda_pairs import pair_order
 from bench_cuda_sides import Call
 from bench_cuda_timing import capture

@@ -9,13 +9,7 @@ import typer
 
 from moe_optimizer.cli.option_fields import DECLARATION, argument, choice, flag, option
 from moe_optimizer.cli.option_values import seconds, whole_number
-from moe_optimizer.cli.options import (
-    GRANULARITIES,
-    CommonOptions,
-    ModelOptions,
-    PlanOptions,
-    ServersOptions,
-)
+from moe_optimizer.cli.options import GRANULARITIES, CommonOptions, ModelOptions, PlanOptions, ServersOptions
 
 ONLY_TRITON = "triton"
 DEFAULT_WORKLOAD = "chat"

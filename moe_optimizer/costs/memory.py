@@ -12,13 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_optimizer.costs.weights import (
-    device_weight_bytes,
-    experts_on_device,
-    kv_head_share,
-    splits_over,
-    weight_parts,
-)
+from moe_optimizer.costs.weights import device_weight_bytes, experts_on_device, kv_head_share, splits_over, weight_parts
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.model import ModelSpec
 

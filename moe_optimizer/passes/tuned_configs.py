@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.tuned_configs import (
-    FOLDER_VARIABLE,
-    SHIPPED,
-    read_rows,
-    state_path,
-)
+from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, SHIPPED, read_rows, state_path
 from moe_optimizer.inspection.tuning_state import read_tuning
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish

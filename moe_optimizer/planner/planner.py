@@ -21,12 +21,7 @@ from moe_optimizer.planner.first_context import first_context
 from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
 from moe_optimizer.planner.plan_warnings import plan_warnings
 from moe_optimizer.planner.request_checks import check_for_device, check_request
-from moe_optimizer.planner.server_arguments import (
-    own_arguments,
-    plain_arguments,
-    serve_arguments,
-    serve_environment,
-)
+from moe_optimizer.planner.server_arguments import own_arguments, plain_arguments, serve_arguments, serve_environment
 
 _LOGGER = get_logger(__name__)
 _WITHOUT = "leave the requirement out to serve without it"

@@ -6,12 +6,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.disagreements import (
-    all_of,
-    bias_ignored,
-    frequency_ignored,
-    zero_experts,
-)
+from moe_optimizer.inspection.disagreements import all_of, bias_ignored, frequency_ignored, zero_experts
 from moe_optimizer.inspection.families.common_parts import EXPERTS
 from moe_optimizer.inspection.family import VOCAB, Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts

@@ -25,13 +25,7 @@ from moe_optimizer.measure.report.inputs import Inputs, Run
 from moe_optimizer.measure.report.ledger_figure import ledger_figure
 from moe_optimizer.measure.report.proofs import workers
 from moe_optimizer.measure.report.roofline_figure import roofline
-from moe_optimizer.measure.report.speed_figures import (
-    SPEEDS,
-    distribution_figures,
-    interval,
-    load_name,
-    speed_figures,
-)
+from moe_optimizer.measure.report.speed_figures import SPEEDS, distribution_figures, interval, load_name, speed_figures
 from moe_optimizer.measure.report.svg import Picture, style_sheet
 from moe_optimizer.plan.decision import Decision, Status
 from moe_optimizer.plan.explain import render_commands

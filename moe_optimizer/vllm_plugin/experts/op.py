@@ -13,12 +13,7 @@ import torch
 
 from moe_optimizer.ops import cpu_calls
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
-from moe_optimizer.vllm_plugin.experts.weight_format import (
-    PLAIN,
-    ExpertsCall,
-    KernelWeights,
-    weight_format,
-)
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights, weight_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
 _SCHEMA = (
