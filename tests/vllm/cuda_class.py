@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +56,24 @@ def activated(
         for each in plan.decisions
     )
     return sessions.start_session(PluginSession(run_dir=run_dir, plan=plan.replace(decisions=decisions)))
+
+
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch, *built: str) -> None:
+    """Have the classes find a GPU that they run on, and a build that has these functions."""
+    from moe_optimizer.vllm_plugin.experts import cuda
+
+    monkeypatch.setattr(cuda._load, "kernels", lambda: SimpleNamespace(**dict.fromkeys(built)))
+    monkeypatch.setattr(cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+
+
+@contextlib.contextmanager
+def asked_on_a_gpu() -> Iterator[None]:
+    """As vLLM's platform answers while it builds the model."""
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "is_cpu", lambda _: False)
+        yield
 
 
 def stock_class() -> Any:

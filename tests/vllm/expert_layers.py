@@ -27,11 +27,7 @@ def moe_config(**changes: Any) -> Any:
     """Return vLLM's description of a layer of the bundled model."""
     import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     fields: dict[str, Any] = {
         "num_experts": EXPERTS,
@@ -73,3 +69,17 @@ def make_cpu_experts(**quant_config: Any) -> Any:
     stock = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
     cls = type("Offered", (MoeOptimizerCpuExperts,), {"stock_classes": tuple(stock)})
     return cls(moe_config(), FusedMoEQuantConfig.make(**quant_config))
+
+
+def compute_wrongly(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+    """Have the CPU kernel of a format of the weights give a tenth more than it should."""
+    from moe_optimizer.vllm_plugin.experts.weight_format import weight_format
+
+    form = type(weight_format(weights))
+    computed = form.compute
+
+    def wrong(self: Any, weights: Any, call: Any) -> None:
+        computed(self, weights, call)
+        call.out.mul_(1.1)
+
+    monkeypatch.setattr(form, "compute", wrong)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.vllm.cuda_class import RANGES, activated, offered, stock_class
+from tests.vllm.cuda_class import RANGES, activated, as_on_hopper, offered, stock_class
 from tests.vllm.expert_layers import PASS, moe_config
 
 torch = pytest.importorskip("torch")
@@ -23,11 +23,8 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
 def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
-
     session = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
-    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_run": None}))
-    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    as_on_hopper(monkeypatch, "cuda_run")
     cls = offered("cuda", "MoeOptimizerCudaExperts")
     config = moe_config(in_dtype=torch.bfloat16)
     supported, why_not = cls.is_supported_config(cls, config, None, None, cls.activation_format())
@@ -44,21 +41,11 @@ def without(stock: Any, question: str) -> Any:
 @pytest.mark.parametrize(
     ("changes", "stock", "built", "reason"),
     [
-        ({"has_bias": True}, lambda own: (own,), {"cuda_run": None}, "biases"),
-        ({}, lambda own: (own, own), {"cuda_run": None}, "2 kernels"),
-        (
-            {},
-            lambda own: (without(own, "_supports_quant_scheme"),),
-            {"cuda_run": None},
-            "quantization scheme",
-        ),
-        ({}, lambda own: (own,), {}, "built without"),
-        (
-            {"in_dtype": torch.float16},
-            lambda own: (own,),
-            {"cuda_run": None},
-            "torch.float16",
-        ),
+        ({"has_bias": True}, lambda own: (own,), ("cuda_run",), "biases"),
+        ({}, lambda own: (own, own), ("cuda_run",), "2 kernels"),
+        ({}, lambda own: (without(own, "_supports_quant_scheme"),), ("cuda_run",), "quantization scheme"),
+        ({}, lambda own: (own,), (), "built without"),
+        ({"in_dtype": torch.float16}, lambda own: (own,), ("cuda_run",), "torch.float16"),
     ],
     ids=["bias", "two kernels of vLLM's", "no kernel of vLLM's", "not built", "float16"],
 )
@@ -67,8 +54,7 @@ def test_what_the_cuda_class_does_not_do_is_left_to_vllm_with_the_reason(
 ) -> None:
     from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
 
-    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), built))
-    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    as_on_hopper(monkeypatch, *built)
     base = experts_cuda.MoeOptimizerCudaExperts
     cls: Any = type("Offered", (base,), {"stock_classes": stock(stock_class())})
     config = moe_config(**{"in_dtype": torch.bfloat16} | changes)

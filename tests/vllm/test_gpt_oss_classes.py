@@ -4,7 +4,6 @@ on a GPU with stand-ins for the kernels (tests/vllm/cuda_class.py); tests/gpu/te
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from moe_optimizer.vllm_plugin.experts.gpt_oss_choice import GPT_OSS_CHOICE, GPT
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.plugin_state import own_patches
 from tests.vllm import cuda_class, expert_layers
-from tests.vllm.cuda_class import Kernels, stand_in_kernels
+from tests.vllm.cuda_class import Kernels, asked_on_a_gpu, stand_in_kernels
 from tests.vllm.expert_layers import PASS, moe_config
 
 torch = pytest.importorskip("torch")
@@ -196,15 +195,7 @@ def test_without_the_pass_or_for_another_layer_vllm_chooses(
 def test_a_wrong_cpu_kernel_ends_the_start_because_nothing_else_reads_the_weights(
     on_cpu: PluginSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_optimizer.vllm_plugin.experts.weight_format import weight_format
-
-    computed = type(weight_format("gpt_oss")).compute
-
-    def wrong(self: Any, weights: Any, call: Any) -> None:
-        computed(self, weights, call)
-        call.out.mul_(1.1)
-
-    monkeypatch.setattr(type(weight_format("gpt_oss")), "compute", wrong)
+    expert_layers.compute_wrongly(monkeypatch, "gpt_oss")
     with pytest.raises(RequiredNotAppliedError, match="no other"):
         loaded_layer(made_method())
     assert "self-check failed" in on_cpu.proof.passes[PASS].why_not
@@ -213,22 +204,9 @@ def test_a_wrong_cpu_kernel_ends_the_start_because_nothing_else_reads_the_weight
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """As on a GPU."""
-    from moe_optimizer.vllm_plugin.experts import cuda
-
-    monkeypatch.setattr(cuda._load, "kernels", lambda: SimpleNamespace(cuda_run=None))
-    monkeypatch.setattr(cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    cuda_class.as_on_hopper(monkeypatch, "cuda_run")
     planned(tmp_path, monkeypatch, RANGES)
     return stand_in_kernels(monkeypatch)
-
-
-@contextlib.contextmanager
-def asked_on_a_gpu() -> Iterator[None]:
-    """As vLLM's platform answers while it builds the model."""
-    from vllm.platforms import current_platform
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(current_platform), "is_cpu", lambda _: False)
-        yield
 
 
 def gpu_method() -> Any:

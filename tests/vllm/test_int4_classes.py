@@ -4,7 +4,6 @@ on a GPU with stand-ins for the kernels (tests/vllm/cuda_class.py).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.int4_checkpoint import Form, quantized, scheme, stored
 from tests.plugin_state import own_patches
 from tests.vllm import cuda_class, expert_layers
-from tests.vllm.cuda_class import Kernels, stand_in_kernels
+from tests.vllm.cuda_class import Kernels, asked_on_a_gpu, stand_in_kernels
 from tests.vllm.expert_layers import PASS, moe_config
 
 torch = pytest.importorskip("torch")
@@ -128,12 +127,12 @@ def fill(method: Any, layer: Any, kind: str, seed: int, *, eights: bool = False)
                 parameter.data.copy_(torch.stack([each[part] for each in parts]))
 
 
-def loaded_layer(method: Any, kind: str, seed: int = 3, **how: Any) -> Any:
+def loaded_layer(method: Any, kind: str, **how: Any) -> Any:
     layer: Any = torch.nn.Module()
     layer.layer_name, layer.expert_map, layer.quant_method = "model.layers.0.mlp.experts", None, method
     layer._expert_routing_tables = lambda: None
     layer._loaded_expert_biases = set()
-    fill(method, layer, kind, seed, **how)
+    fill(method, layer, kind, 3, **how)
     method.process_weights_after_loading(layer)
     return layer
 
@@ -238,16 +237,6 @@ def test_what_earlier_vllms_hold_transposed_is_told_by_its_shape(kind: str) -> N
         assert (weight.zero is not None) == KINDS[kind][1]
 
 
-@contextlib.contextmanager
-def asked_on_a_gpu() -> Iterator[None]:
-    """As vLLM's platform answers while it builds the model."""
-    from vllm.platforms import current_platform
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(current_platform), "is_cpu", lambda _: False)
-        yield
-
-
 def is_ours(kind: str, **changes: Any) -> bool:
     """Whether vLLM chooses our class; on this processor it has none of its own."""
     try:
@@ -310,15 +299,7 @@ def test_biases_that_only_the_checkpoint_has_end_the_start(on_cpu: PluginSession
 def test_a_wrong_cpu_kernel_ends_the_start_because_nothing_else_reads_the_weights(
     on_cpu: PluginSession, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_optimizer.vllm_plugin.experts.weight_format import weight_format
-
-    computed = type(weight_format("int4_stored")).compute
-
-    def wrong(self: Any, weights: Any, call: Any) -> None:
-        computed(self, weights, call)
-        call.out.mul_(1.1)
-
-    monkeypatch.setattr(type(weight_format("int4_stored")), "compute", wrong)
+    expert_layers.compute_wrongly(monkeypatch, "int4_stored")
     with pytest.raises(RequiredNotAppliedError, match="no other"):
         loaded_layer(made_method(kind), kind)
     assert "self-check failed" in on_cpu.proof.passes[PASS].why_not
@@ -327,10 +308,7 @@ def test_a_wrong_cpu_kernel_ends_the_start_because_nothing_else_reads_the_weight
 @pytest.fixture
 def kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """As on a GPU."""
-    from moe_optimizer.vllm_plugin.experts import cuda
-
-    monkeypatch.setattr(cuda._load, "kernels", lambda: SimpleNamespace(cuda_run=None))
-    monkeypatch.setattr(cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    cuda_class.as_on_hopper(monkeypatch, "cuda_run")
     of_a_checkpoint(cuda_class.activated(tmp_path, monkeypatch, {"int4_g64": RANGES}), kind)
     return stand_in_kernels(monkeypatch)
 
