@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.builders.machines import cpu_machine, gpus, software
+from tests.builders.machines import CPU_HASH, QWEN_LAYER, cpu_machine, gpus, kernel_speeds, software, with_speeds
 from tests.builders.models import (
     deepseek_v3,
     dense_model,
@@ -22,6 +22,7 @@ from tests.builders.plans import (
     context,
     decided_by,
     expert_load,
+    made_plan,
     placement_load,
     profile_with,
     request,
@@ -29,7 +30,9 @@ from tests.builders.plans import (
 )
 
 __all__ = [
+    "CPU_HASH",
     "OURS",
+    "QWEN_LAYER",
     "asking",
     "context",
     "cpu_machine",
@@ -40,6 +43,8 @@ __all__ = [
     "gpt_oss_20b",
     "gpt_oss_120b",
     "gpus",
+    "kernel_speeds",
+    "made_plan",
     "mixtral_8x7b",
     "placement_load",
     "profile_with",
@@ -52,4 +57,5 @@ __all__ = [
     "tiny_moe",
     "tiny_moe_int4",
     "with_arguments",
+    "with_speeds",
 ]

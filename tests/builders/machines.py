@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
 
@@ -66,3 +68,29 @@ def software(
             source_hash="0" * 64 if built else "",
         ),
     )
+
+
+QWEN_LAYER = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
+"""The experts of Qwen3-30B-A3B on one GPU."""
+CPU_HASH, CUDA_HASH = "d" * 64, "c" * 64
+
+
+def kernel_speeds(*rows: TokenSpeeds, **changes: Any) -> KernelSpeeds:
+    """Return how long those experts take in BF16 on an H100 with the CUDA kernels of `with_speeds`, but for changes."""
+    fields: dict[str, Any] = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "weights": "bf16",
+        "shape": QWEN_LAYER,
+        "kernel_hash": CUDA_HASH,
+        "vllm": "0.32.0",
+        "driver": "580",
+        "rows": rows,
+        "source": "a record",
+    }
+    return KernelSpeeds(**(fields | changes))
+
+
+def with_speeds(installed: SoftwareSpec, *tables: KernelSpeeds) -> SoftwareSpec:
+    """Return the software with kernels whose sources are known, and with measurements."""
+    kernels = dataclasses.replace(installed.kernels, cpu_sources=CPU_HASH, cuda_sources=CUDA_HASH)
+    return dataclasses.replace(installed, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))

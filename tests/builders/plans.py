@@ -13,6 +13,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
+from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import load_profile as _read_profile
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad, LoadFile, PlacementLoad
@@ -38,6 +39,11 @@ def request(
     if "vllm_args" in changes:
         changes["vllm_args"] = ServeArguments(*changes["vllm_args"])
     return PlanRequest(**(fields | changes))
+
+
+def made_plan(model: ModelSpec, hardware: HardwareSpec, profile: str | Profile = "balanced", **changes: Any) -> Plan:
+    """Return the plan of such a request."""
+    return make_plan(request(model, hardware, profile, **changes))
 
 
 def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Profile:

@@ -13,15 +13,14 @@ from moe_optimizer.launcher.command import server_command, server_environment
 from moe_optimizer.launcher.router import router_command, router_environment
 from moe_optimizer.measure.process import run_measurement
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
 from tests import shadowing
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = str(ROOT / "examples" / "tiny-moe")
 RUN_OPTIMIZER = (str(ROOT / "run_optimizer.py"),)
 MOE_OPTIMIZER = ("-m", "moe_optimizer")
-PLAN = make_plan(request(tiny_moe(), cpu_machine()))
+PLAN = made_plan(tiny_moe(), cpu_machine())
 
 LOOK = f"""
 import importlib.util, os

@@ -22,9 +22,8 @@ from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.verdict import model_holders
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 from tests.served_until import serve
@@ -63,12 +62,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         seen.taken = tuple((prompt_tokens(client) or 0) - old for client, old in zip(clients, before, strict=True))
         os.kill(info.servers[1].pid, signal.SIGKILL)
 
-    plan = make_plan(
-        request(
+    plan = made_plan(
             tiny_moe(), cpu_machine(cores=2), port=four_free_ports(), required=frozenset({"replicas", "flash_dmoe"}),
             wishes=resolve_wishes(["replicas"], ["expert-load"]),
-        )
-    )  # fmt: skip
+        )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setattr(deployment, "check_plugin_visible", lambda plan: None)

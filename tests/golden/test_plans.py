@@ -10,7 +10,6 @@ import pytest
 from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.draft import DraftSpec
 from tests.builders import (
     cpu_machine,
@@ -18,13 +17,13 @@ from tests.builders import (
     gpt_oss_20b,
     gpt_oss_120b,
     gpus,
+    made_plan,
     mixtral_8x7b,
     placement_load,
     profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
     qwen3_30b_a3b_int4,
-    request,
     software,
     tiny_moe,
     tiny_moe_int4,
@@ -146,7 +145,7 @@ def plan_for(tmp_path):
         draft = DRAFT if profile == "drafting-model" else None
         fields = {"software": installed, "expert_load": load, "num_nodes": nodes, "draft": draft}
         changed = profile_with(passes=PROFILES[profile]) if profile in PROFILES else profile
-        return make_plan(request(model(), hardware, changed, **fields))
+        return made_plan(model(), hardware, changed, **fields)
 
     return make
 

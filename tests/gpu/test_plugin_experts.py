@@ -118,10 +118,7 @@ def _dense(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_layer(shape: tuple[int, int, int, int], *, fp8: bool, apart: bool = False) -> Layer:
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.model_executor.layers.fused_moe.config import (
-        FUSED_MOE_UNQUANTIZED_CONFIG,
-        fp8_w8a8_moe_quant_config,
-    )
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 

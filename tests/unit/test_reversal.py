@@ -12,12 +12,11 @@ import pytest
 
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.install import install_plan
-from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, profile_with, qwen3_30b_a3b, tiny_moe
 from tests.plugin_state import own_patches, own_session
 
 EVERYTHING = {
@@ -33,7 +32,7 @@ MACHINES = {"eight H200": gpus("h200", 8), "CPU": cpu_machine(isa=("avx2", "avx5
 
 def plan(machine: HardwareSpec, profile: Any = "aggressive", *, off: tuple[str, ...] = ()) -> Plan:
     model = tiny_moe() if machine.gpu is None else qwen3_30b_a3b()
-    return make_plan(request(model, machine, profile, wishes=resolve_wishes([], off)))
+    return made_plan(model, machine, profile, wishes=resolve_wishes([], off))
 
 
 @pytest.mark.parametrize("machine", MACHINES)

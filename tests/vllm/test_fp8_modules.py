@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import gpus, made_plan, profile_with, qwen3_30b_a3b
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """As vLLM's models declare them."""
@@ -34,7 +33,7 @@ def converted_under() -> Callable[[Mapping[str, Any]], Converted]:
 
     def under(settings: Mapping[str, Any]) -> Converted:
         profile = profile_with(passes={"fp8": dict(settings)})
-        plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), profile, wishes={"fp8": (Wish.ON, "test")}))
+        plan = made_plan(qwen3_30b_a3b(), gpus("h200"), profile, wishes={"fp8": (Wish.ON, "test")})
         text = plan.serve_args.value("--quantization-config")
         assert text is not None
         arguments = resolve_quantization_config("online", json.loads(text))

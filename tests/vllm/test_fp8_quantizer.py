@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.experts import online_fp8_quantizer
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, request, software
+from tests.builders import gpus, made_plan, profile_with, qwen3_30b_a3b, software
 from tests.plugin_state import own_patches, own_session
 
 
@@ -45,9 +44,7 @@ def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def start(quantizer: str, **changes: Any) -> PluginSession:
         profile = profile_with("balanced", {"fp8": {"quantizer": quantizer}, "expert_load": {"mode": "off"}})
-        plan = make_plan(
-            request(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}, **changes)
-        )
+        plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}, **changes)
         return install.install_plan(plan, run_dir=tmp_path)
 
     yield start

@@ -10,9 +10,8 @@ import pytest
 from moe_optimizer.inspection.layer_sensitivity import read_sensitivity_file
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.pass_params import Fp8Params
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.layer_sensitivity import LayerSensitivityFile
-from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, profile_with, tiny_moe
 from tests.vllm.conftest import TINY_MOE
 
 COMMAND = [sys.executable, "-m", "moe_optimizer", "measure", "fp8-sensitivity", str(TINY_MOE)]
@@ -42,7 +41,5 @@ def test_the_plan_keeps_what_changes_more_than_the_budget(sensitivity: LayerSens
     worst = max(errors, key=lambda layer: errors[layer])
     second = sorted(errors.values())[-2]
     profile = profile_with("balanced", {"fp8": {"max_layer_error": (errors[worst] + second) / 2}})
-    plan = make_plan(
-        request(tiny_moe(), cpu_machine(), profile, wishes={"fp8": (Wish.ON, "test")}, fp8_sensitivity=sensitivity)
-    )
+    plan = made_plan(tiny_moe(), cpu_machine(), profile, wishes={"fp8": (Wish.ON, "test")}, fp8_sensitivity=sensitivity)
     assert plan.decision("fp8").params_as(Fp8Params).excluded_layers == (worst,)

@@ -18,8 +18,7 @@ from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, read_start, start_path
 from moe_optimizer.measure.bench.trace import read_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 
 class Paper(RunningSide):
@@ -61,7 +60,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(run, "run_measurement", send)
     plans = [tmp_path / f"{name}.json" for name in ("one", "two", "broken")]
     for path in plans:
-        path.write_text(make_plan(request(tiny_moe(), cpu_machine())).to_json(), encoding="utf-8")
+        path.write_text(made_plan(tiny_moe(), cpu_machine()).to_json(), encoding="utf-8")
     words = ["together.py", str(tmp_path / "run"), "--tokenizer", "t", "--workload", "small", "--repetitions", "1"]
     return [*words, *map(str, plans)]
 

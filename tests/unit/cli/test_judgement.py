@@ -14,8 +14,7 @@ from moe_optimizer.plan.decision import UNJUDGED, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, profile_with, qwen3_30b_a3b, request, tiny_moe
 from tests.builders.quality import failure, quality_result
 
 
@@ -26,7 +25,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def aggressive() -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), "aggressive"))
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm"), "aggressive")
 
 
 def reasons(plan: Plan) -> str:

@@ -11,11 +11,10 @@ import pytest
 from moe_optimizer.cli.other_predictor import with_other_estimate
 from moe_optimizer.plan.layout_choice import LayoutChoice, OtherEstimate
 from moe_optimizer.plan.layout_table import layout_lines
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request
+from tests.builders import gpus, made_plan, qwen3_30b_a3b
 
 MODULES = {"aisimulate": "legacy_cli", "aiconfigurator": "cli"}
-PLAN = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", clients=64))
+PLAN = made_plan(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", clients=64)
 
 
 @pytest.fixture

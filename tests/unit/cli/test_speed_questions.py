@@ -11,8 +11,7 @@ from moe_optimizer.cli import speed_questions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.measure.kernel_speeds import tables
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 QUIET = ProgressLines(verbose=False)
 
@@ -31,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def plan(**changes: Any) -> Any:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **changes))
+    return made_plan(tiny_moe(), cpu_machine(cores=4), **changes)
 
 
 def test_a_question_of_the_plan_is_measured_on_the_threads_of_a_worker(measured: list[Any]) -> None:

@@ -20,10 +20,9 @@ from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, Unsupp
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.inspection.tuned_configs import SHIPPED
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.specs.software import VllmInstallation
-from tests.builders import gpus, request, tiny_moe
+from tests.builders import gpus, made_plan, tiny_moe
 from tests.eventually import eventually, is_running
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
@@ -174,7 +173,7 @@ def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tm
 @pytest.mark.parametrize(("up_to", "left"), [(1 << 30, False), (4096, True)])
 def test_beside_our_kernels_there_is_nothing_to_tune_where_they_compute_everything(up_to: int, left: bool) -> None:
     ours = FlashDmoeParams(kernel="cuda", dispatch={"bf16": (TokenRange(up_to=up_to, use="direct"),)})
-    plan = make_plan(request(tiny_moe(), gpus("h200")))
+    plan = made_plan(tiny_moe(), gpus("h200"))
     decisions = [
         dataclasses.replace(each, params=ours) if each.pass_name == "flash_dmoe" else each for each in plan.decisions
     ]

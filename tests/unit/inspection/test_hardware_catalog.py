@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.hardware_catalog import (
-    catalog,
-    hardware_names,
-    load_catalog_entry,
-    read_hardware_file,
-)
+from moe_optimizer.inspection.hardware_catalog import catalog, hardware_names, load_catalog_entry, read_hardware_file
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.resources import config_dir
 from moe_optimizer.specs.quantity import Source

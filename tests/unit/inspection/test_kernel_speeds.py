@@ -17,21 +17,12 @@ from moe_optimizer.inspection.kernel_speeds import (
     shipped_dir,
     write_tables,
 )
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenSpeeds
+from tests.builders import kernel_speeds
 
 
 def table(**changes: Any) -> KernelSpeeds:
-    fields: dict[str, Any] = {
-        "device": "Some GPU",
-        "weights": "bf16",
-        "shape": LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
-        "kernel_hash": "abc",
-        "vllm": "0.32.0",
-        "driver": "580",
-        "rows": (TokenSpeeds(tokens=1, stock_us=2.0, ours_us={"direct": 1.0}),),
-        "source": "measured",
-    }
-    return KernelSpeeds(**(fields | changes))
+    return kernel_speeds(TokenSpeeds(tokens=1, stock_us=2.0, ours_us={"direct": 1.0}), **changes)
 
 
 def test_what_is_written_is_read_back_after_what_is_shipped(tmp_path: Path):

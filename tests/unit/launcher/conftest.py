@@ -11,8 +11,7 @@ import pytest
 
 from moe_optimizer.launcher import deployment, evidence, heartbeat, supervisor
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, made_plan, tiny_moe
 from tests.free_ports import free_port
 from tests.unit.launcher.stand_in import FAKE, ROOT, Fake
 
@@ -41,6 +40,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         port = port or free_port()
         command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
-        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, **changes))
+        return made_plan(tiny_moe(), cpu_machine(), port=port, wishes=OURS, **changes)
 
     return make

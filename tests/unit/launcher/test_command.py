@@ -11,13 +11,12 @@ import pytest
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher import command as server_command
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import OURS, cpu_machine, gpus, request, tiny_moe
+from tests.builders import OURS, cpu_machine, gpus, made_plan, tiny_moe
 
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
+    return made_plan(tiny_moe(), cpu_machine(), wishes=OURS)
 
 
 def no_distribution(name: str) -> NoReturn:
@@ -46,7 +45,7 @@ def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.Monke
 
 def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:
     assert plan.serve_args.drain_timeout_s() == 30
-    own = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--shutdown-timeout", "0")))
+    own = made_plan(tiny_moe(), cpu_machine(), vllm_args=("--shutdown-timeout", "0"))
     assert server_command.server_command(own, own.serve_args)[-2:] == ["--shutdown-timeout", "0"]
     assert own.serve_args.drain_timeout_s() == 0
 
@@ -91,7 +90,7 @@ def test_pickle_over_the_internal_sockets_is_refused(plan: Plan) -> None:
 def test_a_gpu_servers_processes_are_forked_unless_the_user_or_an_argument_is_against_it(
     words: tuple[str, ...], environ: dict[str, str], method: str | None
 ) -> None:
-    plan = make_plan(request(tiny_moe(), gpus("h100_sxm"), vllm_args=words))
+    plan = made_plan(tiny_moe(), gpus("h100_sxm"), vllm_args=words)
     got = server_command.server_environment(plan, Path("p"), environ)
     assert got.get("VLLM_WORKER_MULTIPROC_METHOD") == method
 
@@ -101,13 +100,13 @@ def test_on_a_cpu_no_file_is_written_that_cannot_be_loaded_unless_the_user_wants
     own = server_command.server_environment(plan, Path("p"), {"VLLM_USE_AOT_COMPILE": "1"})
     assert own["VLLM_USE_AOT_COMPILE"] == "1"
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in own
-    on_gpus = make_plan(request(tiny_moe(), gpus("h100_sxm")))
+    on_gpus = made_plan(tiny_moe(), gpus("h100_sxm"))
     assert "VLLM_USE_AOT_COMPILE" not in server_command.server_environment(on_gpus, Path("p"), {})
 
 
 def test_stock_vllm_starts_as_it_does(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
-    stock = make_plan(request(tiny_moe(), gpus("h100_sxm")))
+    stock = made_plan(tiny_moe(), gpus("h100_sxm"))
     for each in (plan, stock):
         got = server_command.server_environment(each, Path("p"), {})
         assert not {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_AOT_COMPILE"} & got.keys()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_optimizer.launcher.compile_caches import compile_caches
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, tiny_moe
 
-PLAN = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1)))
+PLAN = made_plan(qwen3_30b_a3b(), gpus("h200", 1))
 
 
 def test_caches_lie_beside_ours_under_the_versions_they_are_of(tmp_path: Path) -> None:
@@ -25,4 +24,4 @@ def test_what_the_user_sets_stays(tmp_path: Path) -> None:
 
 
 def test_the_cpu_build_compiles_with_neither() -> None:
-    assert compile_caches(make_plan(request(tiny_moe(), cpu_machine())), {}) == {}
+    assert compile_caches(made_plan(tiny_moe(), cpu_machine()), {}) == {}

@@ -14,8 +14,7 @@ import pytest
 from moe_optimizer.launcher.decode_check import DecodeQuestion, check_decode, decode_question
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.pass_params import GraphCaptureParams, SchedulerParams
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request, with_arguments
+from tests.builders import gpus, made_plan, qwen3_30b_a3b, with_arguments
 
 VOCABULARY = 400
 QUESTION = DecodeQuestion(batches=(1, 8, 32), prompt_tokens=20, step_tokens=256, tolerance=0.5)
@@ -162,7 +161,7 @@ def test_sizes_for_which_there_is_no_time_are_left_out() -> None:
 
 
 def test_prompts_are_longer_than_the_largest_graph_of_a_decode_step() -> None:
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1)))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1))
     requests = plan.decision("scheduler").params_as(SchedulerParams).max_num_seqs
     # Graphs of steps that read prompts are larger, and prompts as long as those would take the time of a start.
     assert plan.decision("graph_capture").params_as(GraphCaptureParams).max_capture_size > 1024
@@ -173,18 +172,18 @@ def test_prompts_are_longer_than_the_largest_graph_of_a_decode_step() -> None:
 
 
 def test_quantised_weights_may_round_more() -> None:
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=resolve_wishes(("fp8",), ())))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=resolve_wishes(("fp8",), ()))
     assert decode_question(plan, 32_768).tolerance == 1.0
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_logits_are_not_compared_as_log_probabilities(mode: str) -> None:
-    plan = with_arguments(make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1))), "--logprobs-mode", mode)
+    plan = with_arguments(made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1)), "--logprobs-mode", mode)
     assert mode in decode_question(plan, 32_768).why_not
 
 
 def test_servers_that_share_a_request_are_not_asked() -> None:
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), wishes=resolve_wishes(("disaggregation",), ())))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), wishes=resolve_wishes(("disaggregation",), ()))
     question = decode_question(plan, 32_768)
     server = Server()
     assert "different servers" in check_decode(server, "model", question, limit_s=9.0).in_words()  # pyrefly: ignore[bad-argument-type]

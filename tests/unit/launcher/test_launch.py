@@ -18,9 +18,8 @@ from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import read_proofs
-from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
+from tests.builders import cpu_machine, made_plan, qwen3_30b_a3b_fp8, tiny_moe, with_arguments
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
 from tests.served_until import serve
@@ -232,7 +231,7 @@ def test_a_required_pass_that_does_not_run_ends_the_server(
 
 
 def test_strict_requires_everything_that_the_workers_show(tmp_path: Path) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     servers = deployment.Deployment(plan, RunFolder(tmp_path))
     on = {decision.pass_name: decision.applier for decision in plan.decisions if decision.status is Status.ON}
     assert set(on.values()) == {Applier.PLUGIN, Applier.FLAGS}
@@ -242,7 +241,7 @@ def test_strict_requires_everything_that_the_workers_show(tmp_path: Path) -> Non
 
 def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server(fake: Fake, tmp_path: Path) -> None:
     port, machine = free_port(), cpu_machine(gib=256, isa=("amx_tile",))
-    plan = make_plan(request(qwen3_30b_a3b_fp8(), machine, wishes=resolve_wishes(["fp8"], []), port=port))
+    plan = made_plan(qwen3_30b_a3b_fp8(), machine, wishes=resolve_wishes(["fp8"], []), port=port)
     fake(port=port)
     with launch.running(plan, run_dir=tmp_path / "held") as info:
         (row,) = [row for row in info.rows if row.pass_name == "fp8"]

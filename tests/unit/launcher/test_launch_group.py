@@ -23,8 +23,7 @@ from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe, with_arguments
+from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, tiny_moe, with_arguments
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 from tests.served_until import serve
@@ -44,13 +43,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(supervisor, "NOTICE_S", 1.0)
 
     def make(*, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = (), port: int | None = None) -> Plan:
-        plan = make_plan(
-            request(
-                tiny_moe(),
-                cpu_machine(cores=2),
-                port=port or four_free_ports(),
-                wishes=resolve_wishes(["disaggregation", "flash-dmoe"], ["expert-load"]),
-            )
+        plan = made_plan(
+            tiny_moe(),
+            cpu_machine(cores=2),
+            port=port or four_free_ports(),
+            wishes=resolve_wishes(["disaggregation", "flash-dmoe"], ["expert-load"]),
         )
         assert plan.group is not None
         behaviour = {
@@ -221,16 +218,16 @@ def test_nothing_is_left_of_servers_that_ignore_the_stop(
 
 
 def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["disaggregation"], [])))
+    plan = made_plan(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["disaggregation"], []))
     with pytest.raises(UnsupportedError, match="VLLM_API_KEY"):
         router.check_group_can_run(plan, {"VLLM_API_KEY": "k"})
     monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="vllm-router"):
         router.check_group_can_run(plan, {})
-    replicas = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    replicas = made_plan(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], []))
     with pytest.raises(UnsupportedError, match="vllm-router"):
         router.check_group_can_run(replicas, {})
-    router.check_group_can_run(make_plan(request(tiny_moe(), cpu_machine())), {"VLLM_API_KEY": "k"})
+    router.check_group_can_run(made_plan(tiny_moe(), cpu_machine()), {"VLLM_API_KEY": "k"})
 
 
 def test_a_router_that_could_not_be_imported_is_refused_before_its_servers_start(
@@ -243,7 +240,7 @@ def test_a_router_that_could_not_be_imported_is_refused_before_its_servers_start
     lines = ["Metadata-Version: 2.1", "Name: vllm-router", "Version: 9", *(f"Requires-Dist: {each}" for each in needed)]
     (package / "METADATA").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    plan = made_plan(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], []))
     with pytest.raises(UnsupportedError, match="needs orjson-that-is-not-here, not installed here"):
         router.check_group_can_run(plan, {})
 
@@ -259,14 +256,14 @@ def test_each_server_sees_its_own_share_of_the_gpus_that_the_launcher_sees(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     own = ("--tensor-parallel-size", "2")
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), wishes=resolve_wishes([flag], []), vllm_args=own))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 4), wishes=resolve_wishes([flag], []), vllm_args=own)
     servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
     shown = [server.environment["CUDA_VISIBLE_DEVICES"] for server in servers]
     assert shown == (seen or ["GPU-a,GPU-b", "GPU-c,GPU-d"])
 
 
 def test_each_server_has_the_variables_of_its_role(tmp_path: Path) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    plan = made_plan(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], []))
     servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
     bound = [server.environment["VLLM_CPU_OMP_THREADS_BIND"] for server in servers]
     assert bound == ["0", "1"]
@@ -277,14 +274,14 @@ def test_no_two_servers_of_a_group_write_the_same_compiled_graphs(
 ) -> None:
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], []))
     servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
     # The first shares its folder with a server that is served alone.
     assert [each.environment.get("VLLM_CACHE_ROOT") for each in servers] == [None, "/caches/vllm/replica-1"]
 
 
 def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], []))
     monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: name if name == "vllm_router" else None)
     router.check_group_can_run(plan, {})
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.launcher.start_up_progress import StartUpProgress
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 ENGINE = "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0)\n"
 LOADING = "(Worker pid=2) INFO [cpu_model_runner.py:68] Starting to load model\n"
@@ -20,7 +19,7 @@ LOADED = "(Worker pid=2) INFO [default_loader.py:501] Loading weights took 0.48 
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StartUpProgress, Path, list[str]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said: list[str] = []
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     return StartUpProgress(plan, tmp_path / "server.log", said.append), tmp_path / "server.log", said
 
 
@@ -61,14 +60,14 @@ def test_the_next_start_says_at_once_how_long_this_one_took(start: Start) -> Non
     progress, log, _ = start
     progress.ended()
     said: list[str] = []
-    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append)
+    StartUpProgress(made_plan(tiny_moe(), cpu_machine()), log, said.append)
     assert said == ["importing vLLM; about 0 s in all, as the last start"]
 
 
 def test_on_a_terminal_one_line_has_it_all_and_the_phases_are_said_at_the_end(start: Start) -> None:
     start[0].ended()
     log, said, shown = start[1], list[str](), list[str]()
-    progress = StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append, shown.append)
+    progress = StartUpProgress(made_plan(tiny_moe(), cpu_machine()), log, said.append, shown.append)
     for text in ("", ENGINE, ENGINE + LOADING):
         log.write_text(text)
         progress.look()
@@ -89,5 +88,5 @@ def test_a_pipe_where_the_last_start_is_kept_is_passed_over(start: Start, tmp_pa
     kept.unlink()
     os.mkfifo(kept)
     said: list[str] = []
-    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append)
+    StartUpProgress(made_plan(tiny_moe(), cpu_machine()), log, said.append)
     assert said == ["importing vLLM"]

@@ -9,9 +9,8 @@ import pytest
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.stock_start import keep_stock_start, last_stock_start
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.resources import cache_dir
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, tiny_moe
 
 PHASES = {"vLLM answers": 40.5, "vLLM: weights": 3.0}
 
@@ -30,14 +29,14 @@ def info(seconds: float) -> ServerInfo:
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine()))
+    return made_plan(tiny_moe(), cpu_machine())
 
 
 def test_the_last_start_is_found_by_another_profile_of_the_same_model_and_machine(plan: Plan) -> None:
     assert last_stock_start(plan) is None
     keep_stock_start(plan, info(50.0))
     keep_stock_start(plan, info(41.0))
-    found = last_stock_start(make_plan(request(tiny_moe(), cpu_machine(), "aggressive")))
+    found = last_stock_start(made_plan(tiny_moe(), cpu_machine(), "aggressive"))
     assert found is not None
     assert (found.start_up_s, found.phases_s) == (41.0, PHASES)
     assert found.serve_args == plan.serve_args.words
@@ -45,10 +44,10 @@ def test_the_last_start_is_found_by_another_profile_of_the_same_model_and_machin
 
 
 def test_another_model_or_number_of_gpus_has_a_start_of_its_own() -> None:
-    one, two = (make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count))) for count in (1, 2))
+    one, two = (made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count)) for count in (1, 2))
     keep_stock_start(one, info(50.0))
     assert last_stock_start(two) is None
-    assert last_stock_start(make_plan(request(qwen3_30b_a3b("other"), gpus("h100_sxm", 1)))) is None
+    assert last_stock_start(made_plan(qwen3_30b_a3b("other"), gpus("h100_sxm", 1))) is None
 
 
 def test_a_file_that_is_no_start_is_none(plan: Plan) -> None:

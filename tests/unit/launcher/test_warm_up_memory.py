@@ -13,8 +13,7 @@ from moe_optimizer.launcher import launch, warm_up
 from moe_optimizer.launcher.warm_up import WarmUpResult
 from moe_optimizer.launcher.warm_up_memory import WarmUpMemory
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, request, tiny_moe
+from tests.builders import gpus, made_plan, tiny_moe
 from tests.unit.launcher.stand_in import Fake
 
 ENDED = WarmUpResult(
@@ -34,7 +33,7 @@ def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 
 
 def memory(environ: dict[str, str], *requests: str, vllm_args: tuple[str, ...] = (), **changes: Any) -> WarmUpMemory:
-    plan = make_plan(request(tiny_moe(), gpus("h100_sxm"), vllm_args=vllm_args, **changes))
+    plan = made_plan(tiny_moe(), gpus("h100_sxm"), vllm_args=vllm_args, **changes)
     return WarmUpMemory(plan, environ, requests or ("a", "b"))
 
 

@@ -11,10 +11,9 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.claimed_folder import claim_folder, make_run_folder
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, profile_with, tiny_moe
 
-PLAN = make_plan(request(tiny_moe(), cpu_machine(), profile_with()))
+PLAN = made_plan(tiny_moe(), cpu_machine(), profile_with())
 
 
 def test_the_same_question_goes_on_and_another_is_refused(tmp_path: Path) -> None:

@@ -8,15 +8,7 @@ from typing import Any
 
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan_context.context import PlanContext
-from tests.builders import (
-    context,
-    cpu_machine,
-    decided_by,
-    gpus,
-    profile_with,
-    qwen3_30b_a3b,
-    tiny_moe,
-)
+from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, tiny_moe
 
 ON = {"fp8": (Wish.ON, "flag --enable-fp8")}
 WITHOUT_FLASH = {**ON, "flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}

@@ -11,16 +11,7 @@ from moe_optimizer.ops.paged_decode import HEAD_SIZES, MAX_QUERIES_PER_KV_HEAD, 
 from moe_optimizer.passes.decode_attention import decode_attention as pass_module
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from tests.builders import (
-    context,
-    cpu_machine,
-    decided_by,
-    deepseek_v3,
-    gpus,
-    profile_with,
-    qwen3_30b_a3b,
-    software,
-)
+from tests.builders import context, cpu_machine, decided_by, deepseek_v3, gpus, profile_with, qwen3_30b_a3b, software
 
 BUILT = software(cuda_ops=("fused_experts", "paged_decode"))
 ASKED = resolve_wishes(["decode-attention"], [])

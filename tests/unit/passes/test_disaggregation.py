@@ -12,8 +12,7 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import context, cpu_machine, decided_by, gpus, made_plan, profile_with, qwen3_30b_a3b, tiny_moe
 
 ON = resolve_wishes(["disaggregation"], [])
 TWO_PROCESSES = profile_with(passes={"parallelism": {"tensor_parallel_size": 2}})
@@ -24,11 +23,11 @@ def on(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_cpu(**changes: Any) -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **on(changes)))
+    return made_plan(tiny_moe(), cpu_machine(cores=4), **on(changes))
 
 
 def on_gpus(count: int, **changes: Any) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes)))
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_nobody_gets_two_servers_without_asking_by_name():
     after = decided_by(ctx, "disaggregation")
     assert after.decided["disaggregation"].status is Status.OFF
     assert (after.num_servers, after.num_gpus) == (1, 8)
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2))).group is None
+    assert made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2)).group is None
 
 
 def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
@@ -71,7 +70,7 @@ def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
     assert plan.parallelism.tensor_parallel_size == 2
     assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
     assert plan.num_gpus == 4
-    assert plan.memory == make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2))).memory
+    assert plan.memory == made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2)).memory
 
 
 def test_a_gpu_that_is_left_over_is_said():

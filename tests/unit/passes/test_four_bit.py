@@ -10,30 +10,30 @@ from moe_optimizer.costs.weights import weight_parts
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams, FourBitParams, Fp8Params
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.kernel_speeds import (
     ANY_NUMBER,
     STOCK,
     KernelSpeeds,
-    LayerShape,
-    SpeedTables,
     TokenSpeeds,
     kernel_for,
 )
 from moe_optimizer.specs.layer_sensitivity import LayerSensitivity, LayerSensitivityFile
 from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import (
+    QWEN_LAYER,
     context,
     cpu_machine,
     decided_by,
     deepseek_v3,
     dense_model,
     gpus,
+    kernel_speeds,
+    made_plan,
     profile_with,
     qwen3_30b_a3b,
-    request,
     software,
     tiny_moe,
+    with_speeds,
 )
 
 ON = {"four_bit": (Wish.ON, "flag --enable-four-bit")}
@@ -176,9 +176,7 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(changes, why):
 
 
 def test_the_memory_plan_has_the_converted_experts():
-    plain, four = (
-        make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=PLAIN_FP8 | wishes)) for wishes in ({}, ON)
-    )
+    plain, four = (made_plan(tiny_moe(), cpu_machine(), "balanced", wishes=PLAIN_FP8 | wishes) for wishes in ({}, ON))
     assert plain.memory is not None
     assert four.memory is not None
     saved = plain.memory.weight_bytes - four.memory.weight_bytes
@@ -186,7 +184,7 @@ def test_the_memory_plan_has_the_converted_experts():
 
 
 def test_our_kernel_is_on_for_it():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON))
+    plan = made_plan(tiny_moe(), cpu_machine(), "balanced", wishes=ON)
     kernel = plan.decision("flash_dmoe")
     assert kernel.status is Status.ON
     assert "mxfp4 experts" in kernel.reason
@@ -204,36 +202,21 @@ def test_our_kernel_is_on_for_it():
     ids=["fp8 auto", "flag before profile", "both in the profile", "fp8 by flag", "pruning too"],
 )
 def test_of_the_formats_exactly_one_is_used(sections, wishes, converted):
-    plan = make_plan(request(tiny_moe(), cpu_machine(), profile_with("aggressive", sections), wishes=wishes))
+    plan = made_plan(tiny_moe(), cpu_machine(), profile_with("aggressive", sections), wishes=wishes)
     names = ("fp8", "four_bit", "sparsity_24")
     assert [name for name in names if plan.decision(name).status is Status.ON] == [converted]
 
 
-KERNEL_HASH = "5" * 64
-QWEN_LAYER = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
-
-
-def measured(
-    weights: str, *rows: TokenSpeeds, shape: LayerShape = QWEN_LAYER, kernel_hash: str = KERNEL_HASH
-) -> KernelSpeeds:
-    return KernelSpeeds(
-        device="NVIDIA H100 80GB HBM3", weights=weights, shape=shape, kernel_hash=kernel_hash, vllm="0.26.0", rows=rows,
-        source="a record",
-    )  # fmt: skip
-
-
-MXFP4_TABLE = measured(
-    "mxfp4",
+MXFP4_TABLE = kernel_speeds(
     TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 20.0}),
     TokenSpeeds(tokens=64, stock_us=100.0, ours_us={"direct": 160.0, "grouped-mxfp4_weights-n16": 140.0}),
+    weights="mxfp4",
 )
 
 
 def on_cuda(*tables: KernelSpeeds) -> SoftwareSpec:
     """Return a vLLM for CUDA, with our kernels built and these measurements of them."""
-    installed = software("cuda", cuda_ops=("fused_experts", "flash_dmoe"))
-    kernels = dataclasses.replace(installed.kernels, cuda_sources=KERNEL_HASH)
-    return dataclasses.replace(installed, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+    return with_speeds(software("cuda", cuda_ops=("fused_experts", "flash_dmoe")), *tables)
 
 
 def on_a_gpu(*tables: KernelSpeeds, profile: Any = None, pinned: Any = None, **changes: Any) -> Any:
@@ -279,10 +262,10 @@ def test_a_table_of_these_kernels_on_this_layer_decides_whatever_it_compares_the
 
 
 ROUNDED = {"four_bit": {"activations": "fp8"}}
-ROUNDED_TABLE = measured(
-    "mxfp4",
+ROUNDED_TABLE = kernel_speeds(
     TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 20.0}),
     TokenSpeeds(tokens=1024, stock_us=100.0, ours_us={"grouped-mxfp4_weights-n64": 50.0, "grouped-mxfp4-n96": 40.0}),
+    weights="mxfp4",
 )
 
 
@@ -310,7 +293,7 @@ def test_where_that_was_not_measured_activations_are_rounded_from_32_tokens_per_
 
 
 def test_layers_that_stay_in_bf16_are_ours_where_that_was_measured_to_be_faster():
-    bf16 = measured("bf16", TokenSpeeds(tokens=1, stock_us=40.0, ours_us={"direct": 30.0}))
+    bf16 = kernel_speeds(TokenSpeeds(tokens=1, stock_us=40.0, ours_us={"direct": 30.0}))
     bf16 = dataclasses.replace(bf16, vllm="0.32.0")
     kept = profile_with("balanced", {"four_bit": {"keep_bf16_layers": ["layers.0"]}})
     dispatch = on_a_gpu(MXFP4_TABLE, bf16, profile=kept)["flash_dmoe"].params_as(FlashDmoeParams).dispatch
@@ -353,7 +336,7 @@ def test_on_a_gpu_fp8_is_then_for_the_other_matrices():
 
 def test_the_memory_plan_has_four_bits_for_experts_and_eight_for_other_matrices():
     plans = [
-        make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), "balanced", wishes=wishes, software=on_cuda()))
+        made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1), "balanced", wishes=wishes, software=on_cuda())
         for wishes in (ON, ON | FP8_TOO)
     ]
     alone, both = (plan.memory for plan in plans)
@@ -389,4 +372,4 @@ def test_what_fp8_gains_then_is_beside_experts_in_four_bits():
 
 def test_on_the_cpu_the_two_flags_contradict_each_other():
     with pytest.raises(InputError, match="--enable-fp8 and --enable-four-bit contradict"):
-        make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON | FP8_TOO))
+        made_plan(tiny_moe(), cpu_machine(), "balanced", wishes=ON | FP8_TOO)

@@ -9,17 +9,16 @@ import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import Fp8Params
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     context,
     decided_by,
     dense_model,
     gpus,
+    made_plan,
     mixtral_8x7b,
     profile_with,
     qwen3_30b_a3b,
-    request,
     software,
 )
 from tests.unit.passes.fp8_decisions import ON, is_ignored, on_gpu, planned, quantization_config
@@ -154,8 +153,8 @@ def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     (warning,) = decision.warnings
     assert "1.33x" in warning
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
-    filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile, layout="tp8")).memory
-    whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile, layout="tp8")).memory
+    filled = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile, layout="tp8").memory
+    whole = made_plan(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile, layout="tp8").memory
     assert filled.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.001)
 
 

@@ -8,12 +8,7 @@ import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import FlashDmoeParams, Fp8Params
-from tests.builders import (
-    cpu_machine,
-    decided_by,
-    software,
-    tiny_moe,
-)
+from tests.builders import cpu_machine, decided_by, software, tiny_moe
 from tests.unit.passes.fp8_decisions import WITHOUT_FLASH, on_cpu, planned
 
 

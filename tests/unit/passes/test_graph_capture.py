@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.serve_args import ServeArguments
-from tests.builders import (
-    context,
-    cpu_machine,
-    decided_by,
-    gpus,
-    mixtral_8x7b,
-    profile_with,
-    qwen3_30b_a3b,
-    tiny_moe,
-)
+from tests.builders import context, cpu_machine, decided_by, gpus, mixtral_8x7b, profile_with, qwen3_30b_a3b, tiny_moe
 
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = ("parallelism", "dual_batch_overlap", "scheduler")

@@ -14,17 +14,16 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from tests.builders import (
     context,
     cpu_machine,
     decided_by,
     deepseek_v3,
     gpus,
+    made_plan,
     mixtral_8x7b,
     profile_with,
     qwen3_30b_a3b,
-    request,
     tiny_moe,
 )
 
@@ -36,11 +35,11 @@ def on(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_cpu(**changes: Any) -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **on(changes)))
+    return made_plan(tiny_moe(), cpu_machine(cores=4), **on(changes))
 
 
 def on_gpus(count: int, **changes: Any) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes)))
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes))
 
 
 def counted(count: int):
@@ -73,7 +72,7 @@ def test_nobody_gets_several_servers_without_asking_by_name():
 
 def test_beside_disaggregation_by_profile_it_is_refused():
     profile = profile_with(passes={"disaggregation": {"mode": "on"}, "replicas": {"mode": "on"}})
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 4), profile))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 4), profile)
     assert plan.decision("replicas").status is Status.REFUSED
     assert "disaggregation already divides" in plan.decision("replicas").reason
 
@@ -87,11 +86,11 @@ def test_a_model_that_one_gpu_holds_gets_a_server_on_each_and_every_other_pass_p
         (f"replica-{index}", (index,)) for index in range(4)
     ]
     assert plan.num_gpus == 4
-    assert plan.memory == make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1))).memory
+    assert plan.memory == made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1)).memory
 
 
 def test_a_model_that_needs_two_gpus_gets_a_server_on_every_two():
-    plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 4), wishes=ON))
+    plan = made_plan(mixtral_8x7b(), gpus("h100_sxm", 4), wishes=ON)
     assert plan.group is not None
     assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
     assert plan.parallelism.tensor_parallel_size == 2
@@ -152,5 +151,5 @@ def test_a_tier_in_host_memory_is_shared_between_the_servers():
     machine = dataclasses.replace(gpus("h100_sxm", 4), cpu=cpu_machine(gib=64).cpu)
     wishes = resolve_wishes(["replicas", "kv-tiering"], [])
     # Half of the host's memory is for all of them.
-    plan = make_plan(request(qwen3_30b_a3b(), machine, wishes=wishes, layout="tp1x4"))
+    plan = made_plan(qwen3_30b_a3b(), machine, wishes=wishes, layout="tp1x4")
     assert plan.decision("kv_cache").params_as(KvCacheParams).offload_gib == 64 // 2 // 4

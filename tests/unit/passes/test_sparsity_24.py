@@ -12,7 +12,6 @@ from moe_optimizer.costs.weights import weight_parts
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import Sparsity24Params
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from tests.builders import (
     context,
@@ -21,9 +20,9 @@ from tests.builders import (
     deepseek_v3,
     dense_model,
     gpus,
+    made_plan,
     profile_with,
     qwen3_30b_a3b,
-    request,
     software,
     tiny_moe,
 )
@@ -115,9 +114,7 @@ def test_what_cannot_be_pruned_is_refused_with_the_reason(changes, why):
 
 
 def test_the_memory_plan_has_the_pruned_experts():
-    plain, sparse = (
-        make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=PLAIN_FP8 | wishes)) for wishes in ({}, ON)
-    )
+    plain, sparse = (made_plan(tiny_moe(), cpu_machine(), "balanced", wishes=PLAIN_FP8 | wishes) for wishes in ({}, ON))
     assert plain.memory is not None
     assert sparse.memory is not None
     saved = plain.memory.weight_bytes - sparse.memory.weight_bytes
@@ -125,7 +122,7 @@ def test_the_memory_plan_has_the_pruned_experts():
 
 
 def test_our_kernel_is_on_for_it_and_claims_no_speed():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON))
+    plan = made_plan(tiny_moe(), cpu_machine(), "balanced", wishes=ON)
     (kernel,) = [each for each in plan.decisions if each.pass_name == "flash_dmoe"]
     assert kernel.status is Status.ON
     assert "sparse_24 experts" in kernel.reason
@@ -148,7 +145,7 @@ ASKED = {"sparsity_24": (Wish.ON, "flag --enable-sparsity")}
 )
 def test_of_pruning_and_fp8_the_one_that_was_asked_for_is_done(sections, wishes, pruned):
     profile = profile_with("aggressive", sections)
-    plan = make_plan(request(tiny_moe(), cpu_machine(), profile, wishes=wishes))
+    plan = made_plan(tiny_moe(), cpu_machine(), profile, wishes=wishes)
     on = {name: plan.decision(name).status is Status.ON for name in ("fp8", "sparsity_24")}
     assert on == {"fp8": not pruned, "sparsity_24": pruned}
     left = plan.decision("fp8" if pruned else "sparsity_24").reason

@@ -16,7 +16,6 @@ from moe_optimizer.passes.speculation.step_costs import StepCosts, accepted_on_a
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import SpeculationParams
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.draft import DraftSpec
 from tests.builders import (
     context,
@@ -25,9 +24,9 @@ from tests.builders import (
     deepseek_v3,
     dense_model,
     gpus,
+    made_plan,
     profile_with,
     qwen3_30b_a3b,
-    request,
     software,
     tiny_moe,
 )
@@ -245,13 +244,13 @@ def test_what_computes_to_draft_makes_a_step_longer():
 
 
 def test_servers_that_share_a_request_do_not_speculate():
-    apart = make_plan(
-        request(qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes={"disaggregation": {"mode": "on"}}), wishes=ASKED)
+    apart = made_plan(
+        qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes={"disaggregation": {"mode": "on"}}), wishes=ASKED
     )
     assert apart.decision("disaggregation").status is Status.ON
     assert "disaggregation" in apart.decision("speculation").reason
     piped = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}})
-    stages = make_plan(request(deepseek_v3(**MTP), gpus("h200", 8), piped, wishes=ASKED, num_nodes=2))
+    stages = made_plan(deepseek_v3(**MTP), gpus("h200", 8), piped, wishes=ASKED, num_nodes=2)
     assert stages.decision("speculation").status is Status.REFUSED
     assert "pipeline" in stages.decision("speculation").reason
 
@@ -274,7 +273,7 @@ def test_accepted_drafts_follow_from_the_acceptance():
 def test_the_plan_makes_room_for_what_drafts_and_for_its_steps():
     def planned(**section: Any):
         profile = profile_with(passes={"speculation": section})
-        return make_plan(request(deepseek_v3(**MTP), gpus("h200", 8), profile, layout="tp8"))
+        return made_plan(deepseek_v3(**MTP), gpus("h200", 8), profile, layout="tp8")
 
     off, on = planned(), planned(mode="on", draft_tokens=3)
     assert on.memory.weight_bytes - off.memory.weight_bytes == pytest.approx(12e9 / 8, rel=0.01)

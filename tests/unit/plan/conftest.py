@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request
+from tests.builders import gpus, made_plan, qwen3_30b_a3b
 
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive")

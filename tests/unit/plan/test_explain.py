@@ -10,13 +10,12 @@ from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import OURS, cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import OURS, cpu_machine, gpus, made_plan, mixtral_8x7b, qwen3_30b_a3b, tiny_moe
 
 
 @pytest.fixture(scope="module")
 def cpu_plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
+    return made_plan(tiny_moe(), cpu_machine(), wishes=OURS)
 
 
 def section(text: str, title: str) -> str:
@@ -53,7 +52,7 @@ def test_the_command_is_the_exact_argument_list(cpu_plan):
 def test_the_plugin_gets_no_plan_where_it_has_nothing_to_apply(plan):
     assert "MOE_OPTIMIZER_PLAN" in render_plan(plan)
     only_flags = resolve_wishes((), ("expert-load",))
-    bare = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive", wishes=only_flags))
+    bare = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive", wishes=only_flags)
     assert "MOE_OPTIMIZER_PLAN" not in render_plan(bare)
 
 
@@ -117,7 +116,7 @@ def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("asked", [{"clients": 256}, {"clients": 2000}, {"clients": 64, "layout": "tp2pd"}])
 def test_of_each_layout_everything_that_is_predicted_is_shown_and_why_not_to_the_last_word(width, asked):
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 4), **asked))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 4), **asked)
     assert plan.layouts is not None
     words = " ".join(section(render_plan(plan, width=width), "Layout").split())
     for each in plan.layouts.estimates:
@@ -128,7 +127,7 @@ def test_of_each_layout_everything_that_is_predicted_is_shown_and_why_not_to_the
 
 @pytest.mark.parametrize(("hardware", "waits"), [("h100_sxm", True), ("h200", False)])
 def test_of_the_planned_layout_it_is_said_whether_requests_wait_for_room(hardware, waits):
-    plan = make_plan(request(qwen3_30b_a3b(), gpus(hardware, 1), clients=256))
+    plan = made_plan(qwen3_30b_a3b(), gpus(hardware, 1), clients=256)
     assert plan.layouts is not None
     planned = plan.layouts.estimate
     assert bool(planned.waiting) is waits
@@ -137,11 +136,11 @@ def test_of_the_planned_layout_it_is_said_whether_requests_wait_for_room(hardwar
 
 
 def test_warnings_are_shown():
-    plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), num_gpus=9))
+    plan = made_plan(mixtral_8x7b(), gpus("h100_sxm", 2), num_gpus=9)
     assert f"- {plan.warnings[0]}" in " ".join(render_plan(plan).split())
     assert "--gpus 9:" in plan.warnings[0]
 
 
 def test_terminal_escapes_in_a_model_name_are_neutralised():
-    plan = make_plan(request(tiny_moe(name="evil\x1b[31m"), cpu_machine()))
+    plan = made_plan(tiny_moe(name="evil\x1b[31m"), cpu_machine())
     assert "\x1b" not in render_plan(plan)

@@ -17,9 +17,8 @@ from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.multi_node import render_lws, render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.model import ModelSpec
-from tests.builders import deepseek_v3, gpus, qwen3_30b_a3b, request
+from tests.builders import deepseek_v3, gpus, made_plan, qwen3_30b_a3b
 
 
 def bf16_deepseek() -> ModelSpec:
@@ -37,7 +36,7 @@ def plan(kind: str, **changes: Any) -> Plan:
     model, machine = (qwen3_30b_a3b(), "h100_sxm") if kind == "replicas" else (bf16_deepseek(), "h200")
     pinned = {"layout": _PINNED[kind]} if kind in _PINNED and not changes.get("one_server") else {}
     fields = {"num_nodes": 2, "num_gpus": 16, **pinned, **changes}
-    return make_plan(request(model, gpus(machine, 8), "balanced", **fields))
+    return made_plan(model, gpus(machine, 8), "balanced", **fields)
 
 
 def test_a_model_that_one_machine_holds_is_served_whole_on_each():

@@ -6,8 +6,7 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.golden.stored import PLANS, read_plan
 
 
@@ -18,7 +17,7 @@ def test_a_plan_survives_json(plan):
 
 
 def test_equal_requests_give_equal_plans():
-    first, second = (make_plan(request(tiny_moe(), cpu_machine())) for _ in range(2))
+    first, second = (made_plan(tiny_moe(), cpu_machine()) for _ in range(2))
     assert first == second
     assert first.digest == second.digest
 

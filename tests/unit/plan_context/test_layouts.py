@@ -13,16 +13,15 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
     gpus,
+    made_plan,
     mixtral_8x7b,
     placement_load,
     profile_with,
     qwen3_30b_a3b,
-    request,
     software,
     tiny_moe,
 )
@@ -38,7 +37,7 @@ def servers_of(plan: Plan) -> int:
 
 
 def planned(count=8, **changes) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **changes))
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count), **changes)
 
 
 def test_the_passes_take_the_chosen_layout():
@@ -169,7 +168,7 @@ def test_a_pinned_layout_that_does_not_divide_says_what_does_not():
 @pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1pd"])
 def test_a_pinned_layout_that_does_not_fit_is_refused_and_no_other_is_served(layout):
     with pytest.raises(DoesNotFitError, match=f"--layout {layout}.*93.4 GB") as caught:
-        make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), layout=layout))
+        made_plan(mixtral_8x7b(), gpus("h100_sxm", 2), layout=layout)
     assert "2 GPUs" in (caught.value.hint or "")
 
 
@@ -180,9 +179,9 @@ def test_gpus_that_a_pinned_layout_leaves_over_are_counted_where_they_lie(layout
 
 
 def test_on_the_cpu_nothing_is_predicted_and_nothing_can_be_pinned():
-    assert make_plan(request(tiny_moe(), cpu_machine())).layouts is None
+    assert made_plan(tiny_moe(), cpu_machine()).layouts is None
     with pytest.raises(UnsupportedError):
-        make_plan(request(tiny_moe(), cpu_machine(), layout="tp1"))
+        made_plan(tiny_moe(), cpu_machine(), layout="tp1")
 
 
 def test_two_machines_that_each_hold_the_model_serve_it_whole():
@@ -191,7 +190,7 @@ def test_two_machines_that_each_hold_the_model_serve_it_whole():
     assert layout.devices_of_server <= 8
     assert (plan.parallelism.replicas, plan.parallelism.pipeline_parallel_size) == (layout.replicas, 1)
     assert plan.num_gpus == 16
-    large = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16))
+    large = made_plan(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16)
     assert choice_of(large).layout.pipeline_parallel_size == 2
 
 
@@ -200,7 +199,7 @@ def test_machines_that_hold_the_model_share_it_where_most_clients_would_wait_for
     # A machine of eight H200 holds it, and the cache of 20 requests beside it.
     shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / "kimi_k2.json", tmp_path / "config.json")
     model = ModelInspector().inspect(tmp_path)
-    plan = make_plan(request(model, gpus("h200", 8), num_nodes=2, num_gpus=16, clients=clients))
+    plan = made_plan(model, gpus("h200", 8), num_nodes=2, num_gpus=16, clients=clients)
     assert choice_of(plan).layout.pipeline_parallel_size == stages
     assert (plan.parallelism.pipeline_parallel_size, plan.parallelism.replicas) == (stages, 2 // stages)
     assert plan.num_gpus == 16
@@ -208,7 +207,7 @@ def test_machines_that_hold_the_model_share_it_where_most_clients_would_wait_for
 
 def test_copies_over_machines_are_for_who_asks_for_them_or_where_they_are_faster():
     copies = profile_with(passes={"parallelism": {"across_nodes": "data_parallel"}})
-    plan = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16))
+    plan = made_plan(deepseek_v3(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16)
     layout = choice_of(plan).layout
     assert (layout.expert_parallel, layout.pipeline_parallel_size, layout.devices_of_stage) == (True, 1, 16)
     assert plan.parallelism.machines_of_copies == 2
@@ -218,7 +217,7 @@ def test_copies_over_machines_are_for_who_asks_for_them_or_where_they_are_faster
 def test_copies_over_machines_that_no_layout_has_are_refused():
     copies = profile_with(passes={"parallelism": {"across_nodes": "data_parallel"}})
     with pytest.raises(UnsupportedError, match="across_nodes: data_parallel"):
-        make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16))
+        made_plan(mixtral_8x7b(), gpus("h100_sxm", 8), copies, num_nodes=2, num_gpus=16)
 
 
 @pytest.mark.parametrize("clients", [1, 64, 1024])
@@ -259,11 +258,11 @@ def test_a_server_takes_its_share_of_the_clients_and_a_quarter_more():
 def test_512_gpus_are_planned_as_they_are_predicted_and_by_a_measured_load():
     model = deepseek_v3()
     asked = {"num_nodes": 64, "num_gpus": 512, "clients": 32768, "goal": "throughput"}
-    plan = make_plan(request(model, gpus("h200", 8), **asked))
+    plan = made_plan(model, gpus("h200", 8), **asked)
     choice = choice_of(plan)
     assert (plan.num_gpus, plan.parallelism.replicas) == (512, choice.layout.replicas)
     whole = [
-        choice_of(make_plan(request(model, gpus("h200", 8), expert_load=load, layout="tp1dp8epx64", **asked)))
+        choice_of(made_plan(model, gpus("h200", 8), expert_load=load, layout="tp1dp8epx64", **asked))
         for load in (placement_load(model, skew=0.0), placement_load(model, skew=2.0))
     ]
     assert whole[1].estimate.tpot_ms > 1.02 * whole[0].estimate.tpot_ms

@@ -7,14 +7,13 @@ import pytest
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 PASSES = ("disaggregation", "replicas")
 
 
 def on_cpu(name: str, **changes) -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine(cores=4), wishes=resolve_wishes([name], []), **changes))
+    return made_plan(tiny_moe(), cpu_machine(cores=4), wishes=resolve_wishes([name], []), **changes)
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -23,7 +22,7 @@ def test_on_the_cpu_each_server_has_half_of_the_cores_and_of_the_memory(name):
     assert plan.group is not None
     cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
     assert cores == ["0-1", "2-3"]
-    alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
+    alone = made_plan(tiny_moe(), cpu_machine(cores=4))
     assert plan.memory.total_bytes == alone.memory.total_bytes // 2
 
 

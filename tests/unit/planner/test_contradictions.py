@@ -8,8 +8,7 @@ import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import cpu_machine, dense_model, gpus, made_plan, profile_with, qwen3_30b_a3b, request
 from tests.unit.planner.refusal import refused
 
 
@@ -98,7 +97,7 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
     kind, _, name = flag.removeprefix("--").partition("-")
     wishes = resolve_wishes([name], []) if kind == "enable" else resolve_wishes([], [name])
     with pytest.raises(InputError, match=re.escape(f"{flag} and {argument} after -- ")):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+        made_plan(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split()))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +112,12 @@ def test_a_load_balancer_without_whole_experts_to_balance_is_refused(machine, la
 
 
 def test_no_whole_experts_are_taken_of_a_model_without_experts():
-    assert make_plan(request(dense_model(), gpus("h200"), vllm_args=("--no-enable-expert-parallel",)))
+    assert made_plan(dense_model(), gpus("h200"), vllm_args=("--no-enable-expert-parallel",))
 
 
 def test_a_load_balancer_over_whole_experts_is_taken():
     asked = ("--enable-eplb", "--enable-expert-parallel")
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), vllm_args=asked))
+    assert made_plan(qwen3_30b_a3b(), gpus("h200", 2), vllm_args=asked)
 
 
 @pytest.mark.parametrize("asked", [("--api-key", "sesame"), ("--api-key=sesame",), ("--api_key", "sesame")])
@@ -131,7 +130,7 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated(asked):
 
 def test_no_fp8_cache_and_the_models_own_type_say_the_same():
     wishes = resolve_wishes([], ["kv-cache"])
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=wishes, vllm_args=("--kv-cache-dtype", "auto")))
+    assert made_plan(qwen3_30b_a3b(), gpus("h200"), wishes=wishes, vllm_args=("--kv-cache-dtype", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_no_fp8_cache_and_the_models_own_type_say_the_same():
 )
 def test_a_flag_and_an_argument_that_say_the_same_are_taken(flag, argument):
     wishes = resolve_wishes([flag], [])
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+    assert made_plan(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split()))
 
 
 def test_a_short_form_contradicts_as_its_long_one_does():

@@ -13,6 +13,7 @@ from tests.builders import (
     deepseek_v3,
     gpt_oss_120b,
     gpus,
+    made_plan,
     mixtral_8x7b,
     profile_with,
     qwen3_30b_a3b,
@@ -30,7 +31,7 @@ def gpus_needed(error):
 
 
 def test_qwen3_30b_fits_one_h100_in_bf16_and_leaves_what_is_really_left():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), "conservative"))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1), "conservative")
     assert plan.memory.fits
     assert 60e9 < plan.memory.weight_bytes < 62e9
     assert 12e9 < plan.memory.kv_cache_bytes < 15e9
@@ -43,7 +44,7 @@ def test_mixtral_in_bf16_needs_two_h100():
     assert re.search("93\\.4 GB.* 77 GB.* 85\\.5 GB", str(error))
     assert gpus_needed(error) == {"as stored": 2, "in BF16": 2, "in FP8": 1}
     assert "--enable-fp8" in str(error.hint)
-    assert make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2))).num_gpus == 2
+    assert made_plan(mixtral_8x7b(), gpus("h100_sxm", 2)).num_gpus == 2
 
 
 def test_deepseek_v3_says_how_many_h100_it_needs_in_fp8_and_bf16():
@@ -52,7 +53,7 @@ def test_deepseek_v3_says_how_many_h100_it_needs_in_fp8_and_bf16():
 
 
 def test_deepseek_v3_fits_eight_h200_and_not_four():
-    assert make_plan(request(deepseek_v3(), gpus("h200", 8))).num_gpus == 8
+    assert made_plan(deepseek_v3(), gpus("h200", 8)).num_gpus == 8
     refused(request(deepseek_v3(), gpus("h200", 4)), DoesNotFitError)
 
 
@@ -96,11 +97,11 @@ def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
     assert "h200" in str(error.hint)
     named = refused(request(tiny_moe(), dataclasses.replace(here, origin="named")), DoesNotFitError)
     assert "--hardware" not in str(named.hint)
-    assert make_plan(request(tiny_moe(), cpu_machine(gib=4))).memory.fits
+    assert made_plan(tiny_moe(), cpu_machine(gib=4)).memory.fits
 
 
 def test_a_context_that_the_cache_cannot_hold_is_cut_with_a_warning():
-    plan = make_plan(request(qwen3_30b_a3b(max_position=262144), gpus("h100_sxm", 1)))
+    plan = made_plan(qwen3_30b_a3b(max_position=262144), gpus("h100_sxm", 1))
     length = plan.serve_args.value("--max-model-len")
     assert length is not None
     assert plan.plain_args.value("--max-model-len") == length
@@ -108,40 +109,40 @@ def test_a_context_that_the_cache_cannot_hold_is_cut_with_a_warning():
 
 
 def test_more_gpus_than_there_are_is_reduced_with_a_warning():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), num_gpus=8))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), num_gpus=8)
     assert plan.num_gpus == 2
     assert any(warning.startswith("--gpus 8: ") for warning in plan.warnings)
 
 
 def test_single_h100_uses_one_of_many_without_fuss():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), "single_h100"))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 8), "single_h100")
     assert plan.num_gpus == 1
     assert plan.warnings == ()
     assert plan.serve_args.value("--max-model-len") == "32768"
 
 
 def test_gpus_on_a_machine_without_any_is_a_warning():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), num_gpus=2))
+    plan = made_plan(tiny_moe(), cpu_machine(), num_gpus=2)
     assert plan.num_gpus == 0
     assert any(warning.startswith("--gpus 2: ") for warning in plan.warnings)
 
 
 def test_a_gpu_with_the_cpu_build_is_planned_for_the_cpu_and_said():
     machine = dataclasses.replace(gpus("h100_sxm", 1), origin="probed", cpu=cpu_machine().cpu)
-    plan = make_plan(request(tiny_moe(), machine, software=software("cpu")))
+    plan = made_plan(tiny_moe(), machine, software=software("cpu"))
     assert plan.num_gpus == 0
     assert any("the CPU build" in warning for warning in plan.warnings)
 
 
 def test_a_named_machine_is_planned_for_whatever_is_installed_here():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=software("cpu")))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=software("cpu"))
     assert plan.num_gpus == 1
     assert any("be started here" in warning for warning in plan.warnings)
 
 
 def test_a_vllm_that_was_not_run_with_this_package_is_a_warning():
     newer = dataclasses.replace(software("cuda", version="0.33.0"), vllm_runs=read_vllm_runs())
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), software=newer))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200"), software=newer)
     assert any("vLLM 0.33.0" in warning for warning in plan.warnings)
 
 
@@ -156,13 +157,13 @@ def test_a_machine_of_which_nothing_is_known_is_unsupported():
 
 
 def test_planning_gpt_oss_on_one_h100():
-    plan = make_plan(request(gpt_oss_120b(), gpus("h100_sxm", 1)))
+    plan = made_plan(gpt_oss_120b(), gpus("h100_sxm", 1))
     assert plan.memory.kv_tokens > 100_000
 
 
 def fp8_on_the_cpu(gib: float, **section):
     profile = profile_with(passes={"fp8": {"mode": "on", **section}})
-    return make_plan(request(qwen3_30b_a3b(), cpu_machine(gib=gib, cores=16), profile))
+    return made_plan(qwen3_30b_a3b(), cpu_machine(gib=gib, cores=16), profile)
 
 
 def test_the_weights_with_every_layer_left_unconverted_are_in_the_plan():

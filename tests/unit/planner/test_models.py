@@ -10,7 +10,7 @@ from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, dense_model, gpus, request, shaped_model, tiny_moe
+from tests.builders import cpu_machine, dense_model, gpus, made_plan, request, shaped_model, tiny_moe
 from tests.examples import examples
 from tests.unit.planner.refusal import refused
 
@@ -24,19 +24,19 @@ def test_code_from_the_model_needs_a_flag():
     model = tiny_moe(needs_remote_code=True)
     error = refused(request(model, cpu_machine()), UnsupportedError)
     assert "--trust-remote-code" in str(error.hint)
-    plan = make_plan(request(model, cpu_machine(), trust_remote_code=True))
+    plan = made_plan(model, cpu_machine(), trust_remote_code=True)
     assert "--trust-remote-code" in plan.serve_args
     assert "--trust-remote-code" in plan.plain_args
 
 
 def test_a_dense_model_is_planned_and_said_to_have_no_experts():
-    plan = make_plan(request(dense_model(), gpus("l4", 1)))
+    plan = made_plan(dense_model(), gpus("l4", 1))
     assert any("no experts" in warning for warning in plan.warnings)
 
 
 def test_the_embedded_engine_is_given_none_of_vllms_arguments():
     off = dict.fromkeys(PASS_NAMES, (Wish.OFF, "--engine embedded"))
-    plan = make_plan(request(tiny_moe(), cpu_machine(), engine="embedded", wishes=off))
+    plan = made_plan(tiny_moe(), cpu_machine(), engine="embedded", wishes=off)
     assert plan.engine == "embedded"
     assert not {"--shutdown-timeout", "--dtype", "--trust-remote-code"} & plan.serve_args.values.keys()
     assert "VLLM_CPU_KVCACHE_SPACE" not in plan.serve_env

@@ -11,7 +11,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request
+from tests.builders import gpus, made_plan, qwen3_30b_a3b, request
 
 
 @pytest.mark.parametrize(
@@ -20,21 +20,21 @@ from tests.builders import gpus, qwen3_30b_a3b, request
 )
 def test_a_part_of_a_server_on_several_machines_is_not_the_server_that_was_planned(words):
     with pytest.raises(InputError, match="vllm arguments: --"):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=tuple(words.split())))
+        made_plan(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=tuple(words.split()))
 
 
 @pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--prefill-context-parallel-size"])
 def test_a_split_that_takes_more_gpus_than_were_planned_is_refused(flag):
     with pytest.raises(UnsupportedError, match=f"^{flag}: "):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "2")))
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "1")))
+        made_plan(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "2"))
+    assert made_plan(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "1"))
 
 
 def test_a_batch_size_that_nothing_would_use_is_a_contradiction():
     off = resolve_wishes([], ["scheduler"])
     with pytest.raises(InputError, match="--batch-size 8 and --disable-scheduler "):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off, batch_size=8))
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off))
+        made_plan(qwen3_30b_a3b(), gpus("h200"), wishes=off, batch_size=8)
+    assert made_plan(qwen3_30b_a3b(), gpus("h200"), wishes=off)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_a_configuration_given_key_by_key_contradicts_a_wish_as_a_whole_one_does
 def test_a_configuration_given_key_by_key_takes_the_place_of_the_plans():
     wishes = resolve_wishes(["expert-placement", "expert-parallel"], [])
     words = ("--eplb-config.num_redundant_experts", "8")
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=words))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=words)
     assert [word for word in plan.serve_args.words if word.startswith("--eplb-config")] == [words[0]]
     assert plan.decision("expert_placement").params_as(ExpertPlacementParams).num_redundant_experts == 8

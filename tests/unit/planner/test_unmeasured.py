@@ -13,7 +13,7 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.kernel_speeds import SpeedTables
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, software, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, request, software, tiny_moe
 
 
 def h200(**changes: Any):
@@ -36,7 +36,7 @@ def test_a_required_kernel_may_be_pending_but_not_be_left_unmeasured():
 
 def test_a_broken_table_is_said_and_vllms_own_kernel_computes():
     broken = dataclasses.replace(software("cpu"), kernel_speeds=SpeedTables(warnings=("mine.json: not JSON",)))
-    plan = make_plan(request(tiny_moe(), cpu_machine(), software=broken))
+    plan = made_plan(tiny_moe(), cpu_machine(), software=broken)
     assert "mine.json: not JSON" in plan.warnings
     assert plan.decision("flash_dmoe").status is Status.OFF
 
@@ -44,5 +44,5 @@ def test_a_broken_table_is_said_and_vllms_own_kernel_computes():
 def test_where_only_ours_can_compute_a_broken_table_changes_nothing():
     broken = dataclasses.replace(software("cpu"), kernel_speeds=SpeedTables(warnings=("mine.json: not JSON",)))
     apart = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
-    plan = make_plan(request(tiny_moe(), cpu_machine(), software=broken, vllm_args=apart))
+    plan = made_plan(tiny_moe(), cpu_machine(), software=broken, vllm_args=apart)
     assert plan.decision("flash_dmoe").status is Status.ON

@@ -10,12 +10,12 @@ import pytest
 from moe_optimizer.errors import ExitCode, MoeOptimizerError, RequiredNotAppliedError
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.decision import Status, Wish
-from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
     dense_model,
     gpus,
+    made_plan,
     placement_load,
     qwen3_30b_a3b,
     request,
@@ -43,7 +43,7 @@ def test_any_two_flags_end_in_a_plan_or_in_a_sentence(model, machine):
         for enabled, disabled in (([one, other], []), ([one], [other]), ([other], [one]), ([], [one, other])):
             try:
                 wishes = resolve_wishes([switch.flag for switch in enabled], [switch.flag for switch in disabled])
-                plan = make_plan(request(model(), machine, wishes=wishes))
+                plan = made_plan(model(), machine, wishes=wishes)
             except MoeOptimizerError:
                 continue
             off = [switch.key for switch in disabled if switch.key == switch.pass_name]
@@ -84,7 +84,7 @@ def test_whatever_is_required_and_cannot_be_makes_no_plan(flag):
 
 
 def test_a_required_pass_that_is_on_is_marked():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), required=frozenset({"flash_dmoe"})))
+    plan = made_plan(tiny_moe(), cpu_machine(), required=frozenset({"flash_dmoe"}))
     decision = plan.decision("flash_dmoe")
     assert decision.required
     assert decision.wish_origin == "flag --require flash_dmoe"
@@ -93,14 +93,14 @@ def test_a_required_pass_that_is_on_is_marked():
 def test_a_load_that_nothing_is_placed_by_is_named():
     # A server of one process has no other to give experts to.
     model = tiny_moe()
-    plan = make_plan(request(model, cpu_machine(), expert_load=placement_load(model)))
+    plan = made_plan(model, cpu_machine(), expert_load=placement_load(model))
     reason = plan.decision("expert_placement").reason
     assert any(warning.endswith(f"(monday.json): {reason}") for warning in plan.warnings)
 
 
 def test_everything_off_leaves_a_stock_server():
     off = dict.fromkeys(PASS_NAMES, (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
-    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=off))
+    plan = made_plan(tiny_moe(), cpu_machine(), wishes=off)
     assert plan.serve_args == plan.plain_args
     assert {decision.status for decision in plan.decisions} == {Status.OFF}
 
@@ -108,7 +108,7 @@ def test_everything_off_leaves_a_stock_server():
 def test_the_kill_switch_leaves_the_users_own_arguments():
     off = dict.fromkeys([*PASS_NAMES, "kv_cache.tiering"], (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
     arguments = ("--kv-cache-dtype", "fp8", "--kv-offloading-size", "4")
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments)
     assert plan.serve_args.words[-4:] == arguments
 
 
@@ -126,7 +126,7 @@ def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, word
 
 
 def test_a_required_setting_is_switched_on_and_its_pass_must_be_seen_running():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"})))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"}))
     assert plan.serve_args.value("--kv-offloading-size") is not None
     assert "--enable-expert-parallel" in plan.serve_args
     assert {each.pass_name for each in plan.decisions if each.required} == {"kv_cache", "parallelism"}
@@ -137,7 +137,7 @@ def test_every_flag_that_is_refused_is_a_warning_that_names_it():
     for machine in (cpu_machine(), gpus("h100_sxm")):
         for switch in switches():
             try:
-                plan = make_plan(request(tiny_moe(), machine, wishes=resolve_wishes([switch.flag], [])))
+                plan = made_plan(tiny_moe(), machine, wishes=resolve_wishes([switch.flag], []))
             except MoeOptimizerError:
                 continue  # refused as a whole, by a sentence
             for decision in plan.decisions:
@@ -147,7 +147,7 @@ def test_every_flag_that_is_refused_is_a_warning_that_names_it():
 
 
 def test_a_refused_flag_is_said_with_its_reason():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=resolve_wishes(["dual-batch-overlap"], [])))
+    plan = made_plan(tiny_moe(), cpu_machine(), wishes=resolve_wishes(["dual-batch-overlap"], []))
     (line,) = [line for line in plan.warnings if "dual_batch_overlap" in line]
     assert "--enable-dual-batch-overlap" in line
     assert plan.decision("dual_batch_overlap").reason in line

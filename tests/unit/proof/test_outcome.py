@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.outcome import judge
 from moe_optimizer.proof.record import PassProof, Proof
 from moe_optimizer.proof.verdict import NO_WORKER, Observed
-from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, made_plan, tiny_moe
 
 PASS = "flash_dmoe"
-PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
+PLAN = made_plan(tiny_moe(), cpu_machine(), wishes=OURS)
 RAN = Proof(
     role="worker", rank=0, pid=1, plan_digest=PLAN.digest, versions={}, world_size=1, model_rank=0,
     passes={PASS: PassProof(requested="x", applied=True, ran=True, kernel="k", isa="avx2")},

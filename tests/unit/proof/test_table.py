@@ -10,14 +10,13 @@ import pytest
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import LayerProof, PassProof, Proof
 from moe_optimizer.proof.table import Row, proof_rows, render_table
 from moe_optimizer.proof.verdict import NO_WORKER, kernels_in_use, layers_left, not_running
-from tests.builders import OURS, cpu_machine, dense_model, gpus, profile_with, request, tiny_moe
+from tests.builders import OURS, cpu_machine, dense_model, gpus, made_plan, profile_with, tiny_moe
 
 PASS = "flash_dmoe"
-PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
+PLAN = made_plan(tiny_moe(), cpu_machine(), wishes=OURS)
 
 
 FP8_LAYER = LayerProof(
@@ -58,7 +57,7 @@ def test_it_runs_when_every_worker_ran_it(plan: Plan) -> None:
 
 def test_every_copy_of_a_model_without_experts_is_an_engine_whose_workers_must_report() -> None:
     profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
-    plan = make_plan(request(dense_model(), gpus("h200", 2), profile))
+    plan = made_plan(dense_model(), gpus("h200", 2), profile)
     entry = PassProof(requested="DP=2", applied=True, ran=True)
     copy = dataclasses.replace(worker(0, 1), plan_digest=plan.digest, passes={"parallelism": entry})
     assert "1 of 2" in not_running(plan, [copy], ["parallelism"])["parallelism"]
@@ -153,7 +152,7 @@ def test_the_row_counts_workers(plan: Plan) -> None:
     assert row.ran.startswith("1 of 2 workers")
 
 
-FP8_PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes={"fp8": (Wish.ON, "test")}))
+FP8_PLAN = made_plan(tiny_moe(), cpu_machine(), wishes={"fp8": (Wish.ON, "test")})
 
 
 def with_fp8(**why_plain: str) -> Proof:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.plan.multi_node import render_machines
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request, software
+from tests.builders import gpus, made_plan, qwen3_30b_a3b, software
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import ray_nodes
@@ -20,7 +19,7 @@ import ray_nodes
 def printed(count: int) -> str:
     installed = software("cuda", cuda_ops=("fused_experts",))
     machines = {"num_nodes": count, "num_gpus": count, "layout": f"tp1pp{count}"}
-    return render_machines(make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=installed, **machines)))
+    return render_machines(made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=installed, **machines))
 
 
 @pytest.mark.parametrize("count", [2, 3])

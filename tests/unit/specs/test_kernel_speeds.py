@@ -14,7 +14,6 @@ from moe_optimizer.specs.kernel_speeds import (
     ANY_NUMBER,
     STOCK,
     KernelSpeeds,
-    LayerShape,
     SpeedQuestion,
     SpeedTables,
     TokenRange,
@@ -24,9 +23,9 @@ from moe_optimizer.specs.kernel_speeds import (
     never_slower,
     token_ranges,
 )
+from tests.builders import QWEN_LAYER, kernel_speeds
 
-SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
-QUESTION = SpeedQuestion(device="NVIDIA H200", weights="bf16", shape=SHAPE, kernel_hash="abc", vllm="0.26.0")
+QUESTION = SpeedQuestion(device="NVIDIA H200", weights="bf16", shape=QWEN_LAYER, kernel_hash="abc", vllm="0.26.0")
 
 
 def row(tokens: int, **times: float) -> TokenSpeeds:
@@ -35,9 +34,8 @@ def row(tokens: int, **times: float) -> TokenSpeeds:
 
 
 def table(**changes: Any) -> KernelSpeeds:
-    fields: dict[str, Any] = {"driver": "580", "rows": (row(1, direct=90.0),), "source": "a record"}
     asked = {name: getattr(QUESTION, name) for name in ("device", "weights", "shape", "kernel_hash", "vllm")}
-    return KernelSpeeds(**(asked | fields | changes))
+    return kernel_speeds(**({"rows": (row(1, direct=90.0),)} | asked | changes))
 
 
 def uses(*rows: TokenSpeeds) -> list[tuple[int, str]]:
@@ -125,7 +123,7 @@ def test_a_kernel_for_all_or_nothing_must_lose_nowhere_and_gain_somewhere():
     [
         ({"device": "NVIDIA H100"}, "for NVIDIA H200"),
         (
-            {"shape": dataclasses.replace(SHAPE, top_k=4)},
+            {"shape": dataclasses.replace(QWEN_LAYER, top_k=4)},
             "H=2048, I=768, 128 experts, top-8 on NVIDIA H200",
         ),
         ({"weights": "fp8_block"}, "fp8_block, needed bf16"),

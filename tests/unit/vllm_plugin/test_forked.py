@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import read_proofs
 from moe_optimizer.vllm_plugin.patch import Patch, apply_when_imported
 from moe_optimizer.vllm_plugin.session import PluginSession, current_session, start_session
-from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, profile_with, tiny_moe
 from tests.plugin_state import own_patches, own_session
 
 
@@ -26,7 +25,7 @@ def test_the_proof_of_a_fork_lists_its_parents_patches(tmp_path: Path, monkeypat
     own_session(monkeypatch)
     own_patches(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    plan = make_plan(request(tiny_moe(), cpu_machine(), profile_with()))
+    plan = made_plan(tiny_moe(), cpu_machine(), profile_with())
     parent = start_session(PluginSession(run_dir=tmp_path, plan=plan))
     target = "a_module_that_nobody_imports:function"
     apply_when_imported(Patch(target=target, why="", remove_when="", fingerprints={}, replacement=lambda each: each))

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import CacheSaturation, LayerProof, PassProof, Proof
 from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.vllm_plugin.kernel_metrics import kernel_metrics
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 LAYER = LayerProof(
     name="layers.0", num_local_experts=4, hidden_size=8, intermediate_size=2, dtype="bfloat16", expert_map=False
@@ -60,7 +59,7 @@ def test_without_ranges_one_kernel_computes_every_number_of_tokens(tmp_path: Pat
 
 
 def write_plan(run_dir: Path, dispatch: dict[str, tuple[TokenRange, ...]]) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     decision = dataclasses.replace(
         plan.decision("flash_dmoe"), params=FlashDmoeParams(kernel="cuda", dispatch=dispatch)
     )

@@ -12,15 +12,14 @@ import pytest
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, profile_with, tiny_moe
 
 NEEDS = "needs expert parallelism (--enable-expert-parallel); without it every process has a slice of every expert"
 
 
 def plan_of(**passes: dict[str, Any]) -> Callable[[Any], Plan]:
-    return lambda _facts: make_plan(request(tiny_moe(), cpu_machine(), profile_with(passes=passes)))
+    return lambda _facts: made_plan(tiny_moe(), cpu_machine(), profile_with(passes=passes))
 
 
 def resolved(tmp_path: Path, planner: Callable[[Any], Plan]) -> PluginSession:

@@ -8,14 +8,13 @@ import pytest
 
 from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.plan.memory_plan import MemoryPlan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import MemoryProof, Proof
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 
 @pytest.fixture
 def plan() -> MemoryPlan:
-    return make_plan(request(tiny_moe(), cpu_machine())).memory
+    return made_plan(tiny_moe(), cpu_machine()).memory
 
 
 def worker(**parts: int) -> Proof:

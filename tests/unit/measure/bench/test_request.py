@@ -10,8 +10,7 @@ import pytest
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import Limits
 from moe_optimizer.measure.bench.side import Side
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, tiny_moe
 
 GIB = 2**30
 
@@ -26,7 +25,7 @@ def asked(*plans, tmp_path: Path) -> BenchRequest:
 
 @pytest.mark.parametrize(("cache_gib", "together"), [(4, True), (40, False)])
 def test_servers_on_a_cpu_run_side_by_side_where_what_both_need_fits(cache_gib: int, together: bool, tmp_path: Path):
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     memory = dataclasses.replace(
         plan.memory, total_bytes=64 * GIB, budget_bytes=58 * GIB, kv_cache_bytes=cache_gib * GIB
     )
@@ -38,6 +37,6 @@ def test_servers_on_a_cpu_run_side_by_side_where_what_both_need_fits(cache_gib: 
 def test_servers_on_a_gpu_run_side_by_side_where_each_is_given_a_part_of_it(
     share: float, together: bool, tmp_path: Path
 ):
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=("--gpu-memory-utilization", str(share))))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200"), vllm_args=("--gpu-memory-utilization", str(share)))
     assert asked(plan, plan, tmp_path=tmp_path).side_by_side is together
     assert asked(plan, tmp_path=tmp_path).side_by_side

@@ -27,8 +27,7 @@ from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.json_codec import encode
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.free_ports import free_port
 from tests.unit.measure.paper_server import paper_server
 
@@ -221,7 +220,7 @@ def test_a_run_that_goes_on_warms_up_what_it_starts_and_measures_its_pairs_whole
 
 def _with_servers_of_its_own(asked: BenchRequest, monkeypatch: pytest.MonkeyPatch) -> BenchRequest:
     """Return the same request to servers that it starts by plans: stand-ins at the URLs."""
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     urls = {side.name: side.url for side in asked.sides}
 
     @contextlib.contextmanager
@@ -249,7 +248,7 @@ def test_a_server_that_does_not_run_by_its_plan_has_no_result(
         deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port"), "refuse"]
     )
     wishes = resolve_wishes(("flash-dmoe",), ("expert-load",))
-    plan = make_plan(request(tiny_moe(), cpu_machine(), port=free_port(), wishes=wishes))
+    plan = made_plan(tiny_moe(), cpu_machine(), port=free_port(), wishes=wishes)
     with pytest.raises(RequiredNotAppliedError, match="cheese"):
         bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
     assert sender.sent == {}

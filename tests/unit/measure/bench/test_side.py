@@ -12,9 +12,8 @@ from moe_optimizer import env
 from moe_optimizer.launcher import deployment
 from moe_optimizer.launcher.stock_start import last_stock_start
 from moe_optimizer.measure.bench.side import STOCK, Side, opened
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import CompilationProof, Proof, ProofWriter
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.eventually import eventually, is_running
 from tests.free_ports import free_port
 
@@ -25,7 +24,7 @@ FAKE = Path(__file__).resolve().parents[3] / "unit" / "launcher" / "fake_server.
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     command = [sys.executable, str(FAKE)]
     monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port")])
-    return Side(name=STOCK, plan=make_plan(request(tiny_moe(), cpu_machine(), port=free_port())))
+    return Side(name=STOCK, plan=made_plan(tiny_moe(), cpu_machine(), port=free_port()))
 
 
 def test_stock_vllm_has_the_kill_switch_in_its_environment(side: Side, tmp_path: Path) -> None:

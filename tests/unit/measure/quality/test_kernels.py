@@ -8,8 +8,7 @@ import pytest
 
 from moe_optimizer.measure.quality.kernels import kernel_at
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 
 @pytest.mark.parametrize(
@@ -18,11 +17,11 @@ from tests.builders import cpu_machine, request, tiny_moe
 )
 def test_vllms_own_kernel_is_named_with_the_dtype_that_it_is_served_in(arguments: tuple[str, ...], dtype: str) -> None:
     wishes = resolve_wishes([], ["flash_dmoe"])
-    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=wishes, vllm_args=arguments))
+    plan = made_plan(tiny_moe(), cpu_machine(), wishes=wishes, vllm_args=arguments)
     assert kernel_at(plan, (), 8).dtype == dtype
 
 
 def test_vllms_own_kernel_is_named_with_the_format_of_a_checkpoint() -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=resolve_wishes([], ["flash_dmoe"])))
+    plan = made_plan(tiny_moe(), cpu_machine(), wishes=resolve_wishes([], ["flash_dmoe"]))
     quantised = dataclasses.replace(plan.model, expert_format="mxfp4", quant_method="mxfp4")
     assert kernel_at(plan.replace(model=quantised), (), 8).dtype == "mxfp4"

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from moe_optimizer.measure.quality.probes import Extent, probes, step_sizes
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.kernel_speeds import TokenRange
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 EXTENT = Extent(positions=1024, generated=8)
 TEXT = list(range(100, 5100))
@@ -54,7 +53,7 @@ def test_distributions_of_very_long_prompts_are_only_asked_for_at_their_end() ->
 
 
 def test_both_ends_of_every_planned_range_are_asked_for() -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     ranges = (TokenRange(up_to=4, use="direct"), TokenRange(up_to=256, use="grouped"))
     kernels = dataclasses.replace(
         plan.decision("flash_dmoe"), params=FlashDmoeParams(kernel="cuda", dispatch={"bf16": ranges})

@@ -23,8 +23,7 @@ from moe_optimizer.measure.quality.result import Continuations, QualityResult
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.quality.table import render
 from moe_optimizer.plan.json_codec import encode
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.unit.measure.paper_server import PaperServer, Row, paper_server, right
 
 LIMITS = {"kl_mean": 0.001, "kl_p99": 0.01, "top1_agreement": 0.97, "perplexity_ratio": 1.01, "batch_kl_mean": None}
@@ -42,7 +41,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    plan = made_plan(tiny_moe(), cpu_machine())
     with paper_server() as reference, paper_server() as ours:
         yield Pair(
             reference,

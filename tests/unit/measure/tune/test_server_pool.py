@@ -12,8 +12,7 @@ from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.measure.bench.side import RunningSide, Side
 from moe_optimizer.measure.tune import server_pool
 from moe_optimizer.measure.tune.server_pool import ServerPool
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 
 class Paper(RunningSide):
@@ -58,7 +57,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 def measure(pool: ServerPool, *names: str, failure: BaseException | None = None) -> list[str]:
     """Start the servers of a measurement; return which answered."""
-    sides = [Side(name=each, plan=make_plan(request(tiny_moe(), cpu_machine()))) for each in names]
+    sides = [Side(name=each, plan=made_plan(tiny_moe(), cpu_machine())) for each in names]
     start = pool.start_of(sides, names, pool.slots_for(names))
     with contextlib.ExitStack() as stack:
         waits = [stack.enter_context(start(each, run_dir=Path("x"), ready_timeout_s=1.0)) for each in sides]

@@ -9,21 +9,25 @@ import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams, Fp8Params
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenRange, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenRange, TokenSpeeds
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 from tests.builders import (
+    CPU_HASH,
     OURS,
+    QWEN_LAYER,
     context,
     cpu_machine,
     decided_by,
     dense_model,
     gpus,
+    kernel_speeds,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
     software,
     tiny_moe,
+    with_speeds,
 )
 
 
@@ -153,7 +157,6 @@ def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
     assert re.search("sm_80, .*sm_90a", decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason)
 
 
-H200_SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
 WINS_UP_TO_8 = (
     TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 25.0}),
     TokenSpeeds(tokens=8, stock_us=130.0, ours_us={"direct": 125.0, "grouped-bf16-n16": 140.0}),
@@ -162,23 +165,12 @@ WINS_UP_TO_8 = (
 
 
 def speeds(rows: tuple[TokenSpeeds, ...] = WINS_UP_TO_8, **changes: Any) -> KernelSpeeds:
-    fields: dict[str, Any] = {
-        "device": "NVIDIA H200",
-        "weights": "bf16",
-        "shape": H200_SHAPE,
-        "kernel_hash": "c" * 64,
-        "vllm": "0.32.0",
-        "driver": "580",
-        "rows": rows,
-        "source": "benchmarks/records/some.json",
-    }
-    return KernelSpeeds(**(fields | changes))
+    return kernel_speeds(*rows, **({"device": "NVIDIA H200"} | changes))
 
 
 def measured(*tables: KernelSpeeds, device: Literal["cpu", "cuda"] = "cuda") -> SoftwareSpec:
-    found = software(device, cuda_ops=("fused_experts",) if device == "cuda" else (), version="0.32.0+cu130")
-    kernels = dataclasses.replace(found.kernels, cuda_sources="c" * 64, cpu_sources="d" * 64)
-    return dataclasses.replace(found, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+    ops = ("fused_experts",) if device == "cuda" else ()
+    return with_speeds(software(device, cuda_ops=ops, version="0.32.0+cu130"), *tables)
 
 
 def decide_on_h200(*tables: KernelSpeeds, model: Any = None, **changes: Any) -> Decision:
@@ -190,7 +182,7 @@ def test_on_gpus_it_is_used_for_the_numbers_of_tokens_at_which_it_was_faster():
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     assert decision.params == FlashDmoeParams(kernel="cuda", dispatch={"bf16": (TokenRange(up_to=8, use="direct"),)})
     assert re.search(r"1-8:.* \(1\.04-1\.20x\), above 8: ", decision.reason)
-    assert decision.evidence == ("benchmarks/records/some.json",)
+    assert decision.evidence == ("a record",)
     assert list(decision.rejected) == ["above 8 tokens"]
     assert "faster" in decision.rejected["above 8 tokens"]
 
@@ -205,7 +197,7 @@ def test_the_gain_is_what_was_measured_nearest_to_the_batch_size():
     few = WorkloadSpec(batch_size=6, input_tokens=1, output_tokens=1, max_model_len=None)
     gain = decide_on_h200(speeds(), workload=few).gain
     assert gain is not None
-    assert gain.ratio == Quantity(130.0 / 125.0, "ratio", Source.MEASURED, "benchmarks/records/some.json")
+    assert gain.ratio == Quantity(130.0 / 125.0, "ratio", Source.MEASURED, "a record")
     many = dataclasses.replace(few, batch_size=64)
     assert decide_on_h200(speeds(), workload=many).gain is None
 
@@ -268,7 +260,7 @@ def test_the_layer_is_looked_up_as_one_gpu_holds_it():
 )
 def test_on_several_gpus_it_is_used_as_each_holds_the_experts(pinned, sizes):
     width, experts, numbered = sizes
-    shape = dataclasses.replace(H200_SHAPE, intermediate_size=width, num_experts=experts, num_global_experts=numbered)
+    shape = dataclasses.replace(QWEN_LAYER, intermediate_size=width, num_experts=experts, num_global_experts=numbered)
     decision = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(speeds(shape=shape)), pinned=pinned)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN), decision.reason
 
@@ -360,7 +352,7 @@ def cpu_speeds(*ratios: float) -> KernelSpeeds:
         for power, ratio in enumerate(ratios)
     )
     shape = LayerShape(hidden_size=128, intermediate_size=128, num_experts=16, num_global_experts=16, top_k=4)
-    return speeds(rows, device="Test CPU (avx2), 3 threads", shape=shape, kernel_hash="d" * 64, driver="")
+    return speeds(rows, device="Test CPU (avx2), 3 threads", shape=shape, kernel_hash=CPU_HASH, driver="")
 
 
 def test_on_a_processor_where_vllm_is_faster_somewhere_its_kernel_stays():

@@ -11,17 +11,16 @@ import pytest
 from moe_optimizer.errors import InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.layer_sensitivity import LayerSensitivity, LayerSensitivityFile
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
     gpt_oss_120b,
     gpus,
+    made_plan,
     profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
-    request,
     tiny_moe,
 )
 from tests.unit.passes.fp8_decisions import ON, WITHOUT_FLASH, is_ignored, on_cpu, on_gpu, planned, quantization_config
@@ -61,11 +60,11 @@ def test_an_fp8_checkpoint_in_the_files_of_another_method_is_one_too():
 def test_the_cpu_build_gets_no_fp8_checkpoint_with_which_it_ends(block, isa, found):
     model = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=block)
     with pytest.raises(UnsupportedError, match=f"{found}; "):
-        make_plan(request(model, cpu_machine(gib=256, isa=isa)))
+        made_plan(model, cpu_machine(gib=256, isa=isa))
 
 
 def test_the_cpu_build_gets_an_fp8_checkpoint_that_its_kernels_read():
-    plan = make_plan(request(qwen3_30b_a3b_fp8(), cpu_machine(gib=256, isa=("amx_tile",)), wishes=ON))
+    plan = made_plan(qwen3_30b_a3b_fp8(), cpu_machine(gib=256, isa=("amx_tile",)), wishes=ON)
     assert plan.decision("fp8").status is Status.ON
 
 
@@ -143,7 +142,7 @@ def test_a_measurement_of_something_else_is_an_error(changes, errors, message):
 
 @pytest.mark.parametrize("profile", ["conservative", "balanced", "single_h100"])
 def test_profiles_that_keep_the_models_numbers_have_it_off(profile):
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), profile))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm"), profile)
     assert plan.decision("fp8").status is Status.OFF
     assert "--quantization" not in plan.serve_args
 
@@ -151,8 +150,8 @@ def test_profiles_that_keep_the_models_numbers_have_it_off(profile):
 @pytest.mark.parametrize("machine", [gpus("h200"), cpu_machine(gib=256)], ids=["gpu", "cpu"])
 def test_the_memory_plan_counts_the_converted_weights(machine):
     model = qwen3_30b_a3b()
-    off = make_plan(request(model, machine, wishes={}))
-    on = make_plan(request(model, machine, wishes=ON))
+    off = made_plan(model, machine, wishes={})
+    on = made_plan(model, machine, wishes=ON)
     converted = model.expert_params
     if machine.gpu is not None:
         converted += model.attention_params + model.dense_params + model.shared_expert_params
@@ -162,7 +161,7 @@ def test_the_memory_plan_counts_the_converted_weights(machine):
 
 def weights(**settings: Any) -> int:
     profile = profile_with("aggressive", {"fp8": {"mode": "on", **settings}})
-    return make_plan(request(MIXED, gpus("h100_sxm"), profile)).memory.weight_bytes
+    return made_plan(MIXED, gpus("h100_sxm"), profile).memory.weight_bytes
 
 
 MIXED = deepseek_v3(bytes_per_weight=2.0, layers=4, dense_layers=1, quant_method=None, experts=16, max_position=4096)
@@ -202,10 +201,10 @@ def test_where_every_layer_stays_nothing_is_promised(decide):
 def test_required_without_our_kernel_is_no_plan():
     profile = profile_with(passes={"flash_dmoe": {"mode": "off"}})
     with pytest.raises(RequiredNotAppliedError, match=r"fp8 is required.*kernel"):
-        make_plan(request(tiny_moe(), cpu_machine(), profile, required=frozenset({"fp8"})))
+        made_plan(tiny_moe(), cpu_machine(), profile, required=frozenset({"fp8"}))
 
 
 def test_asked_for_and_our_kernel_switched_off_is_a_contradiction_on_the_cpu():
     with pytest.raises(InputError, match="--enable-fp8 and --disable-flash-dmoe "):
-        make_plan(request(tiny_moe(), cpu_machine(), wishes=WITHOUT_FLASH))
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=WITHOUT_FLASH)).decision("fp8").status is Status.ON
+        made_plan(tiny_moe(), cpu_machine(), wishes=WITHOUT_FLASH)
+    assert made_plan(qwen3_30b_a3b(), gpus("h200"), wishes=WITHOUT_FLASH).decision("fp8").status is Status.ON

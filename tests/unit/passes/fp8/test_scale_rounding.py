@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status, Wish
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b_fp8, request, software
+from tests.builders import gpus, made_plan, qwen3_30b_a3b_fp8, software
 from tests.unit.passes.fp8_decisions import on_cpu, on_gpu, planned
 
 VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
@@ -19,7 +18,7 @@ def test_a_checkpoint_of_blocks_is_served_with_its_own_scales_and_the_plan_says_
     decision = on_gpu(CHECKPOINT)
     assert (decision.status, decision.applier, decision.env) == (Status.ON, Applier.FLAGS, {VARIABLE: "0"})
     assert VARIABLE in decision.reason
-    plan = make_plan(request(CHECKPOINT, gpus("h100_sxm", 1)))
+    plan = made_plan(CHECKPOINT, gpus("h100_sxm", 1))
     assert plan.serve_env[VARIABLE] == "0"
 
 

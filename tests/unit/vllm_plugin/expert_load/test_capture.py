@@ -16,7 +16,6 @@ from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad
 from moe_optimizer.vllm_plugin.expert_load import capture as expert_load
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
@@ -26,7 +25,7 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import model_loaded
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.eventually import eventually
 
 EXPERTS = 4
@@ -86,7 +85,7 @@ def worker_of(*layers: Layer, tensor_parallel_size: int = 1, **parallel: Any) ->
 
 
 def plan(*, on: bool = True, required: bool = False) -> Plan:
-    made = make_plan(request(tiny_moe(), cpu_machine()))
+    made = made_plan(tiny_moe(), cpu_machine())
     changed = [
         dataclasses.replace(
             decision,

@@ -14,12 +14,11 @@ import torch
 
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.launcher.run_folder import RunFolder
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.expert_load import LOAD_FILE
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
 from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.eventually import eventually
 
 EXPERTS = 4
@@ -146,6 +145,6 @@ def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -
     for path in (part_path(tmp_path, 5), tmp_path / LOAD_FILE):
         path.parent.mkdir(exist_ok=True)
         path.write_text("{}")
-    RunFolder(tmp_path).prepare(make_plan(request(tiny_moe(), cpu_machine())))
+    RunFolder(tmp_path).prepare(made_plan(tiny_moe(), cpu_machine()))
     assert not part_path(tmp_path, 5).exists()
     assert not (tmp_path / LOAD_FILE).exists()

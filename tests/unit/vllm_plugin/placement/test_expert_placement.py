@@ -14,8 +14,7 @@ import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.pass_params import ExpertPlacementParams
-from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 torch = pytest.importorskip("torch")
 
@@ -24,7 +23,7 @@ from moe_optimizer.vllm_plugin.placement.expert_placement import passes_of_place
 
 # Rank 0 has experts 1 and 3, rank 1 has 0 and 2; the plan may name them in any order within a rank.
 PARAMS = ExpertPlacementParams(mode="initial", num_ranks=2, num_experts=4, experts={3: "3 1 0 2"}, digest="d1")
-DECISION = make_plan(request(tiny_moe(), cpu_machine())).decision("expert_placement")
+DECISION = made_plan(tiny_moe(), cpu_machine()).decision("expert_placement")
 
 
 class OurExperts:

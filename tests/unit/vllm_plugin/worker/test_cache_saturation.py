@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import CacheSaturation
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import cache_saturation
 from moe_optimizer.vllm_plugin.worker.cache_saturation import count_saturated, sample_cache, watch_cache
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 BLOCKS, BLOCK = 5, 6
 NOTHING = SimpleNamespace(scheduled_new_reqs=[])
@@ -48,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def session(tmp_path: Path, clock: list[float]) -> Iterator[PluginSession]:
-    started = PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine())))
+    started = PluginSession(run_dir=tmp_path, plan=made_plan(tiny_moe(), cpu_machine()))
     yield started
     watch_cache(started, "auto")  # nothing is looked at any more
 

@@ -11,7 +11,6 @@ import pytest
 
 from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.proof.table import proof_rows
 from moe_optimizer.proof.verdict import not_running
@@ -19,14 +18,14 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import captured_graphs
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import gpus, made_plan, profile_with, qwen3_30b_a3b
 from tests.unit.vllm_plugin.worker.test_planned_flags import BF16, vllm_config
 
 PASS = "graph_capture"
 
 
 def planned(**passes: Any) -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes=passes)))
+    return made_plan(qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes=passes))
 
 
 PLAN = planned()

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, Proof, ProofWriter, read_proofs
 from moe_optimizer.proof.table import compiled_after_ready
 from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import compilations
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch
-from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, made_plan, tiny_moe
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=517, num_scheduled_tokens={"a": 512, "b": 5})
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> PluginSession:
-    return PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS)))
+    return PluginSession(run_dir=tmp_path, plan=made_plan(tiny_moe(), cpu_machine(), wishes=OURS))
 
 
 @pytest.fixture

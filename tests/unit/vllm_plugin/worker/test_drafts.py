@@ -11,15 +11,14 @@ import pytest
 
 from moe_optimizer.plan.pass_params import SpeculationParams
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import drafts
 from moe_optimizer.vllm_plugin.worker.drafts import await_drafts, draft_differences, note_drafts
-from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, profile_with, tiny_moe
 
 PASS = "speculation"
-PLAN: Plan = make_plan(request(tiny_moe(), cpu_machine(), profile_with(passes={PASS: {"mode": "on"}})))
+PLAN: Plan = made_plan(tiny_moe(), cpu_machine(), profile_with(passes={PASS: {"mode": "on"}}))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.table import Row, proof_rows
 from moe_optimizer.proof.verdict import not_running
@@ -24,7 +23,7 @@ from moe_optimizer.specs.model import ExpertFormat
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import Fp8InMemory, fp8_in_memory
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, qwen3_30b_a3b_fp8, request
+from tests.builders import gpus, made_plan, profile_with, qwen3_30b_a3b, qwen3_30b_a3b_fp8
 
 FP8, WIDE, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.int32
 
@@ -145,7 +144,7 @@ def test_where_no_experts_are_in_fp8_the_linears_show_it(
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(request(qwen3_30b_a3b_fp8(), gpus("h200", 2), profile_with(passes={"fp8": {"mode": "on"}})))
+    return made_plan(qwen3_30b_a3b_fp8(), gpus("h200", 2), profile_with(passes={"fp8": {"mode": "on"}}))
 
 
 @pytest.fixture(autouse=True)
@@ -208,5 +207,5 @@ def test_a_requirement_is_not_met_by_workers_that_were_not_heard_of(plan: Plan, 
 def test_a_checkpoint_that_is_left_alone_with_the_pass_off_is_not_looked_at(tmp_path: Path) -> None:
     passes = {"fp8": {"mode": "off"}}
     for checkpoint in (qwen3_30b_a3b_fp8(), qwen3_30b_a3b()):
-        plan = make_plan(request(checkpoint, gpus("h200"), profile_with(passes=passes)))
+        plan = made_plan(checkpoint, gpus("h200"), profile_with(passes=passes))
         assert "fp8" not in proof_of(plan, tmp_path, 0, DEQUANTISED).passes

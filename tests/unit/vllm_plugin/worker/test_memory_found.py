@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import MemoryProof
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import memory_found
 from moe_optimizer.vllm_plugin.worker.memory_found import await_memory, memory_of, prove_memory
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, made_plan, tiny_moe
 
 
 def worker(**fields: Any) -> Any:
@@ -30,7 +29,7 @@ def worker(**fields: Any) -> Any:
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[PluginSession]:
-    started = PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine())))
+    started = PluginSession(run_dir=tmp_path, plan=made_plan(tiny_moe(), cpu_machine()))
     yield started
     prove_memory(SimpleNamespace(worker=worker()))  # it waits for no further step
 

@@ -17,23 +17,17 @@ from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.vllm_plugin.session import PluginSession
-from moe_optimizer.vllm_plugin.worker.planned_flags import (
-    differences,
-    other_variables,
-    prove_flags,
-    unconverted,
-)
+from moe_optimizer.vllm_plugin.worker.planned_flags import differences, other_variables, prove_flags, unconverted
 from tests.builders import (
     cpu_machine,
     dense_model,
     gpus,
+    made_plan,
     profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
-    request,
     tiny_moe,
 )
 from tests.golden.stored import PLANS, read_plan
@@ -75,7 +69,7 @@ def plan() -> Plan:
         "kv_cache": {"dtype": "fp8"},
         "fp8": {"mode": "on"},
     }
-    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes)))
+    return made_plan(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes))
 
 
 def found(plan: Plan, name: str, specs: dict[str, Any] = FP8, **changed: Any) -> tuple[str, ...]:
@@ -139,7 +133,7 @@ def test_arguments_that_the_user_gives_in_place_of_the_plans_are_looked_at_too(
         "scheduler": {"api_servers": "off"},
     }
     own = tuple(word for words in OWN.values() for word in words)
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes), vllm_args=own))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes), vllm_args=own)
     assert plan.decision(name).vllm_args.words == ()
     assert found(plan, name) == ()
     assert any(re.match(difference, text) for text in found(plan, name, **changed))
@@ -148,7 +142,7 @@ def test_arguments_that_the_user_gives_in_place_of_the_plans_are_looked_at_too(
 @pytest.mark.parametrize("given", [{"passes": {"parallelism": {"data_parallel_size": 2}}}, {}], ids=["plan", "user"])
 def test_copies_of_a_model_without_experts_are_engines_of_their_own(given: dict[str, Any]) -> None:
     own = () if given else ("--data-parallel-size", "2")
-    plan = make_plan(request(dense_model(), gpus("h200", 2), profile_with(**given), vllm_args=own))
+    plan = made_plan(dense_model(), gpus("h200", 2), profile_with(**given), vllm_args=own)
     alone: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     assert found(plan, "parallelism", **alone, is_moe=False) == ()
     assert found(plan, "parallelism", **alone) != ()
@@ -156,7 +150,7 @@ def test_copies_of_a_model_without_experts_are_engines_of_their_own(given: dict[
 
 @pytest.mark.parametrize("words", [("--max-num-batched-tokens", "2K"), ("--max-num-batched-tokens=2048",)])
 def test_a_number_is_read_as_vllm_reads_it(words: tuple[str, ...]) -> None:
-    plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=words))
+    plan = made_plan(tiny_moe(), cpu_machine(), vllm_args=words)
     assert found(plan, "scheduler", max_num_batched_tokens=2048) == ()
     assert found(plan, "scheduler", max_num_batched_tokens=1024) != ()
 
@@ -172,7 +166,7 @@ def test_a_cache_that_is_called_fp8_but_keeps_wide_elements_is_named(plan: Plan)
 
 def test_a_tier_without_a_connector_is_named() -> None:
     wishes = resolve_wishes(["kv-tiering"], [])
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes)
     size = float(plan.serve_args.values["--kv-offloading-size"])
     assert found(plan, "kv_cache", BF16, kv_offloading_size=size, kv_transfer_config=object()) == ()
     (text,) = found(plan, "kv_cache", BF16, kv_offloading_size=size)
@@ -181,7 +175,7 @@ def test_a_tier_without_a_connector_is_named() -> None:
 
 def test_a_tier_beside_disaggregation_is_found_among_the_connectors() -> None:
     wishes = resolve_wishes(["kv-tiering", "disaggregation"], [])
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=wishes))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 2), wishes=wishes)
     assert plan.group is not None
     planned = json.loads(plan.group.servers[0].serve_args.value("--kv-transfer-config") or "")
     assert found(plan, "kv_cache", BF16, kv_transfer_config=SimpleNamespace(**planned)) == ()
@@ -212,7 +206,7 @@ def loaded(**sizes: int) -> list[tuple[str, Any]]:
 
 def fp8_decision(**section: Any) -> Decision:
     profile = profile_with(passes={"fp8": {"mode": "on", **section}})
-    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile)).decision("fp8")
+    return made_plan(qwen3_30b_a3b(), gpus("h200", 1), profile).decision("fp8")
 
 
 def test_weights_that_vllm_converted_are_shown_by_their_width() -> None:
@@ -242,7 +236,7 @@ def test_layers_that_the_profile_keeps_may_stay_wide() -> None:
 @pytest.mark.parametrize("enabled", [True, False, None])
 def test_a_fusion_is_looked_up_in_vllms_configuration(enabled: bool | None) -> None:
     asked = resolve_wishes(["norm-rope-fusion"], [])
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=asked))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 1), wishes=asked)
     fusions = SimpleNamespace(enable_qk_norm_rope_fusion=enabled)
     differences_found = found(plan, "norm_rope_fusion", pass_config=fusions)
     assert bool(differences_found) is (enabled is not True)
@@ -250,7 +244,7 @@ def test_a_fusion_is_looked_up_in_vllms_configuration(enabled: bool | None) -> N
 
 def test_eager_is_a_flag_like_others() -> None:
     profile = profile_with(passes={"graph_capture": {"eager": True}})
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile))
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 1), profile)
     assert found(plan, "graph_capture", enforce_eager=True) == ()
     (text,) = found(plan, "graph_capture")
     assert text.startswith("--enforce-eager:")
@@ -265,7 +259,7 @@ def test_every_flag_of_a_golden_plan_can_be_shown(path: Path) -> None:
 
 @pytest.fixture
 def session(tmp_path: Path) -> PluginSession:
-    return PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine())))
+    return PluginSession(run_dir=tmp_path, plan=made_plan(tiny_moe(), cpu_machine()))
 
 
 def scheduler_of(session: PluginSession) -> Decision:
@@ -308,7 +302,7 @@ def test_a_plan_that_was_made_in_a_running_vllm_gave_it_no_flags(session: Plugin
 
 
 def test_a_variable_that_vllm_has_set_for_itself_is_found() -> None:
-    plan = make_plan(request(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 1)))
+    plan = made_plan(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 1))
     name = "VLLM_USE_DEEP_GEMM_E8M0"
     decision = plan.decision("fp8")
     assert other_variables(decision, {name: "0"}) == ()
