@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,14 @@ class Case:
             "w2_bias": self.w2_bias,
         }
 
+    def parts(self) -> Iterator[tuple[slice, Case]]:
+        """A token alone, and few and many of the case's 70: rows of it, and the case of these rows."""
+        for rows in (slice(0, 1), slice(10, 13), slice(20, 29), slice(40, 70)):
+            yield rows, self.of_rows(rows)
+
+    def of_rows(self, rows: slice) -> Case:
+        return replace(self, x=self.x[rows], topk_ids=self.topk_ids[rows], topk_weights=self.topk_weights[rows])
+
 
 def make_case(
     tokens: int,
@@ -77,6 +86,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     biases: bool = False,
+    activation: str = "silu",
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
@@ -91,7 +101,17 @@ def make_case(
         topk_ids=torch.randint(experts, (tokens, top_k), generator=generator),
         w13_bias=normal(experts, 2 * intermediate).float() if biases else None,
         w2_bias=normal(experts, hidden).float() if biases else None,
+        activation=activation,
     )
+
+
+def of_one_expert_each(tokens: Sequence[int], *, step: int, most: int) -> st.SearchStrategy[Callable[..., Case]]:
+    """Cases that lack only their dtype: one of these numbers of tokens, sizes up to `most` times `step`."""
+    sizes = st.integers(1, most).map(lambda n: step * n)
+    return st.builds(
+        partial, st.just(make_case), st.sampled_from(tokens), sizes, sizes, st.integers(1, 3), st.just(1),
+        seed=st.integers(0, 2**31), biases=st.booleans(), activation=st.sampled_from(["silu", "swigluoai"]),
+    )  # fmt: skip
 
 
 @st.composite
@@ -106,10 +126,11 @@ def any_cases(
     tokens, experts, top_k = draw(st.integers(0, 40)), draw(st.integers(1, 40)), draw(st.integers(1, 8))
     dtype, with_biases = draw(st.sampled_from(dtypes)), draw(st.sampled_from(biases))
     seed = draw(st.integers(0, 2**31))
-    case = make_case(tokens, draw(sixteens), draw(sixteens), experts, top_k, dtype, seed, with_biases)
+    activation = draw(st.sampled_from(activations))
+    case = make_case(tokens, draw(sixteens), draw(sixteens), experts, top_k, dtype, seed, with_biases, activation)
     ids = case.topk_ids.to(draw(st.sampled_from([torch.int32, torch.int64])))
     ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < draw(st.floats(0, 1))] = -1
-    return replace(case, topk_ids=ids, activation=draw(st.sampled_from(activations)))
+    return replace(case, topk_ids=ids)
 
 
 def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:

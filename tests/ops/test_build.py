@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.ops import kernels_available
+from tests.compiled_kernels import needs_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-AVAILABLE, REASON = kernels_available()
-needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
 
 
 def build(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import flash_dmoe, fused_experts, kernels_available
+from moe_optimizer.ops import flash_dmoe, fused_experts
+from tests.compiled_kernels import needs_kernels
 from tests.ops.moe_cases import make_case
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
 TOKENS = 33
 CASE = make_case(TOKENS, dtype=torch.bfloat16)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import cpu_calls, flash_dmoe, fused_experts, kernels_available
+from moe_optimizer.ops import cpu_calls, flash_dmoe, fused_experts
 from moe_optimizer.ops.int4 import quantize_int4
 from moe_optimizer.ops.topk_router import topk_router
+from tests.compiled_kernels import needs_kernels
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import decode_attention, few_rows, kernels_available, paged_attention, token_rows
+from moe_optimizer.ops import decode_attention, few_rows, paged_attention, token_rows
 from moe_optimizer.ops.few_rows import MOST_ROWS
+from tests.compiled_kernels import needs_kernels
 
-AVAILABLE, REASON = kernels_available()
 pytestmark = [
-    pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}"),
+    needs_kernels,
     pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="torch before 2.10"),
 ]
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import best_isa, fused_experts, kernels_available
-from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, make_case, quantized
+from moe_optimizer.ops import fused_experts
+from tests.compiled_kernels import ISAS, needs_kernels
+from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, make_case, of_one_expert_each, quantized
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
 SCALES = ("block", "channel")
 
 
@@ -43,27 +40,11 @@ def assert_every_instruction_set_is_as_exact_as_torch(case: Case) -> None:
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
-@given(
-    tokens=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13, 32, 127, 128, 129]),
-    hidden=st.integers(1, 20).map(lambda n: 16 * n),
-    intermediate=st.integers(1, 20).map(lambda n: 16 * n),
-    experts=st.integers(1, 3),
-    activation=st.sampled_from(["silu", "swigluoai"]),
-    biases=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
+@given(drawn=of_one_expert_each([1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13, 32, 127, 128, 129], step=16, most=20))
 def test_every_instruction_set_is_as_exact_as_torch(
-    dtype: torch.dtype,
-    weights: str,
-    tokens: int,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    activation: str,
-    biases: bool,
-    seed: int,
+    dtype: torch.dtype, weights: str, drawn: Callable[..., Case]
 ) -> None:
-    case = replace(make_case(tokens, hidden, intermediate, experts, 1, dtype, seed, biases), activation=activation)
+    case = drawn(dtype=dtype)
     if weights != "same":
         case = quantized(case, weights)
     assert_every_instruction_set_is_as_exact_as_torch(case)
@@ -103,8 +84,7 @@ def test_a_tokens_result_is_the_same_alone_and_among_many(isa: str, dtype: torch
     if weights != "same":
         case = quantized(case, weights)
     whole = case.on_isa(isa)
-    for rows in (slice(0, 1), slice(10, 13), slice(20, 29), slice(40, 70)):
-        part = replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
+    for rows, part in case.parts():
         assert torch.equal(part.on_isa(isa), whole[rows])
 
 

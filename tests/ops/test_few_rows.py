@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_optimizer.ops import best_isa, few_rows, kernels_available
+from moe_optimizer.ops import few_rows
 from moe_optimizer.ops.few_rows import MOST_ROWS
+from tests.compiled_kernels import ISAS, needs_kernels
 
-AVAILABLE, REASON = kernels_available()
 pytestmark = [
-    pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}"),
+    needs_kernels,
     pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="torch before 2.10"),
 ]
 
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ERROR_OF_SUM = 2.0**-21
 """Of the sum of the products' magnitudes: float32 lanes of some hundred terms each, far below one rounding per term."""

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import flash_dmoe, fused_experts, kernels_available
+from moe_optimizer.ops import flash_dmoe, fused_experts
 from moe_optimizer.ops.topk_router import topk_router
+from tests.compiled_kernels import needs_kernels
 from tests.ops.moe_cases import DTYPES, Case, make_case
-
-AVAILABLE, REASON = kernels_available()
-needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
 
 
 def visible_experts(num_experts: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import fused_experts, kernels_available, why_reference
+from moe_optimizer.ops import fused_experts, why_reference
+from tests.compiled_kernels import AVAILABLE, needs_kernels
 from tests.ops.moe_cases import DTYPES, Case, any_cases, assert_as_exact_as_torch, make_case, quantized
-
-AVAILABLE, REASON = kernels_available()
-needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
 
 
 # Sizes: no token; one; fewer and more than a tile of tokens; H and I not multiples of 32 or 128.

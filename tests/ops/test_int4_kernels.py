@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import best_isa, fused_experts, kernels_available, reference
+from moe_optimizer.ops import fused_experts, reference
 from moe_optimizer.ops.four_bit_codes import pack_pairs
 from moe_optimizer.ops.int4 import Int4Weight, dequantize_int4
 from moe_optimizer.ops.int4_experts import Int4Inputs, run_int4, why_plain_torch
+from tests.compiled_kernels import ISAS, needs_kernels
 from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, make_case
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
-
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
+pytestmark = needs_kernels
 
 
 @dataclass(frozen=True)

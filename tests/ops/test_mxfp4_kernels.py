@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from moe_optimizer.ops import best_isa, kernels_available, why_reference
+from moe_optimizer.ops import why_reference
 from moe_optimizer.ops.mxfp4 import E2M1_VALUES
-from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, in_four_bits, make_case
+from tests.compiled_kernels import ISAS, needs_kernels
+from tests.ops.moe_cases import DTYPES, Case, assert_each_as_exact_as_torch, in_four_bits, make_case, of_one_expert_each
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
-
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
+pytestmark = needs_kernels
 
 
 def assert_every_instruction_set_is_as_exact_as_torch(case: Case) -> None:
@@ -28,27 +25,9 @@ def assert_every_instruction_set_is_as_exact_as_torch(case: Case) -> None:
 # two and three groups after the last whole step (64 or 128 columns).
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    tokens=st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 13, 32, 127, 128, 129]),
-    hidden=st.integers(1, 10).map(lambda n: 32 * n),
-    intermediate=st.integers(1, 10).map(lambda n: 32 * n),
-    experts=st.integers(1, 3),
-    activation=st.sampled_from(["silu", "swigluoai"]),
-    biases=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-def test_every_instruction_set_is_as_exact_as_torch(
-    dtype: torch.dtype,
-    tokens: int,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    activation: str,
-    biases: bool,
-    seed: int,
-) -> None:
-    case = replace(make_case(tokens, hidden, intermediate, experts, 1, dtype, seed, biases), activation=activation)
-    case = in_four_bits(case)
+@given(drawn=of_one_expert_each([0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 13, 32, 127, 128, 129], step=32, most=10))
+def test_every_instruction_set_is_as_exact_as_torch(dtype: torch.dtype, drawn: Callable[..., Case]) -> None:
+    case = in_four_bits(drawn(dtype=dtype))
     assert why_reference(case.x, case.w13, case.w2, case.topk_ids) is None
     assert_every_instruction_set_is_as_exact_as_torch(case)
 
@@ -66,8 +45,7 @@ def test_rows_beyond_one_block_of_columns_are_as_exact_as_torch(dtype: torch.dty
 def test_a_tokens_result_is_the_same_alone_and_among_many(isa: str, dtype: torch.dtype) -> None:
     case = in_four_bits(make_case(70, 2208, 160, experts=2, top_k=2, dtype=dtype))
     whole = case.on_isa(isa)
-    for rows in (slice(0, 1), slice(10, 13), slice(20, 29), slice(40, 70)):
-        part = replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
+    for rows, part in case.parts():
         assert torch.equal(part.on_isa(isa), whole[rows])
 
 
@@ -99,8 +77,7 @@ def test_every_code_is_read_exactly_at_every_column_with_the_scale_of_its_group(
     want = (gate * up.T).to(torch.float64)
     for begin in range(0, hidden, chunk):
         rows = slice(begin, min(begin + chunk, hidden))
-        part = replace(case, x=x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
-        got = part.on_isa(isa)[:, :width].double()
+        got = case.of_rows(rows).on_isa(isa)[:, :width].double()
         assert torch.allclose(got, want[rows], rtol=2.0**-7 if dtype == torch.bfloat16 else 2.0**-10, atol=1e-6)
 
 

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import best_isa, kernels_available, paged_attention, reference
+from moe_optimizer.ops import paged_attention, reference
 from moe_optimizer.ops.paged_attention import AttentionInputs, run_attention
+from tests.compiled_kernels import ISAS, needs_kernels
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32_ERROR = 2e-6
 """Of outputs up to about 3: some units in the last place, as the tests of the engine's other backends allow."""

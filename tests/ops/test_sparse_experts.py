@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import best_isa, kernels_available, sparse_experts
+from moe_optimizer.ops import sparse_experts
 from moe_optimizer.ops.sparse_24 import expand_24, prune_24
 from moe_optimizer.ops.sparse_experts import SparseInputs, in_plain_torch, run_sparse
+from tests.compiled_kernels import ISAS, needs_kernels
 from tests.ops.moe_cases import Case, any_cases, assert_as_exact_as_torch, make_case
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
-
-ALL_ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
-ISAS = ALL_ISAS[: ALL_ISAS.index(best_isa()) + 1] if AVAILABLE else ()
+pytestmark = needs_kernels
 
 
 def pruned(case: Case) -> tuple[Case, SparseInputs]:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from moe_optimizer.engine.layers.norm import normalized
 from moe_optimizer.engine.layers.rope import rotate
-from moe_optimizer.ops import kernels_available, token_rows
+from moe_optimizer.ops import token_rows
+from tests.compiled_kernels import needs_kernels
 
-AVAILABLE, REASON = kernels_available()
 pytestmark = [
-    pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}"),
+    needs_kernels,
     pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="torch before 2.10"),
 ]
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_optimizer.ops import kernels_available
+from tests.compiled_kernels import needs_kernels
 from tests.ops.moe_cases import DTYPES, make_case, quantized
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
 FILL = 7.0
 GAPS = st.lists(st.integers(0, 9), min_size=3, max_size=3)

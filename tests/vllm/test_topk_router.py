@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import kernels_available
 from moe_optimizer.ops.topk_router import topk_router
+from tests.compiled_kernels import AVAILABLE, REASON
 from tests.ops.test_flash_dmoe import routed_weights
-
-AVAILABLE, REASON = kernels_available()
 
 # experts, top_k, groups, kept groups, scoring, renormalize, bias, scaling: the schemes of models vLLM serves.
 SCHEMES = {

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_optimizer.errors import TensorContractError  # noqa: E402
-from moe_optimizer.ops import cpu_calls, kernels_available  # noqa: E402
+from moe_optimizer.ops import cpu_calls  # noqa: E402
 from moe_optimizer.ops.fp8_quant import quantize_fp8  # noqa: E402
 from moe_optimizer.ops.int4 import quantize_int4  # noqa: E402
 from moe_optimizer.ops.mxfp4 import quantize_mxfp4  # noqa: E402
@@ -22,10 +22,10 @@ from moe_optimizer.vllm_plugin.experts.weight_format import (  # noqa: E402
     WeightFormat,
     weight_format,
 )
+from tests.compiled_kernels import needs_kernels  # noqa: E402
 from tests.unit.vllm_plugin.experts.converted_layers import EXPERTS, layer, layer_call  # noqa: E402
 
-AVAILABLE, REASON = kernels_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+pytestmark = needs_kernels
 
 
 def in_format(name: str) -> KernelWeights:
