@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.experts import kernel_choice
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
-from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, made_plan, tiny_moe
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def ask(planned: int | None, here: int) -> tuple[bool, str]:
         monkeypatch.setattr(kernel_choice, "cpu_threads", lambda: here)
-        plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
+        plan = made_plan(tiny_moe(), cpu_machine(), wishes=OURS)
         params = FlashDmoeParams(kernel="cpu", threads=planned)
         decisions = tuple(
             dataclasses.replace(each, params=params) if each.pass_name == EXPERTS_PASS else each

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.int4 import dequantize_int4, quantize_int4  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_int4 import Int4Weights  # noqa: E402
 from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
-from tests.builders import profile_with  # noqa: E402
-from tests.unit.vllm_plugin.experts.converted_layers import NAME, assert_computes_with, layer  # noqa: E402
+from tests.unit.vllm_plugin.experts.converted_layers import NAME, layer  # noqa: E402
 
 Activate = Callable[..., PluginSession]
 
 
 @pytest.fixture
 def activate(activate_pass: Activate) -> Activate:
-    """Makes a plan with INT4 on, with settings of the pass, this process's own."""
-
-    def start(**settings: Any) -> PluginSession:
-        profile = profile_with("balanced", {"four_bit": {"format": "int4"} | settings})
-        return activate_pass("four_bit", on=True, required=False, profile=profile)
-
-    return start
-
-
-def test_the_plan_decides_the_format(activate: Activate) -> None:
-    assert planned_format(activate()).name == "int4"
-    assert weight_format("int4").passes == ("flash_dmoe", "four_bit")
+    return functools.partial(activate_pass, "four_bit", format="int4")
 
 
 @pytest.mark.parametrize("group", [32, 64])
@@ -50,13 +36,6 @@ def test_a_layer_is_converted_in_the_plans_groups_with_its_change(activate: Acti
     dense = Int4Weights().dense_expert(converted, 2)
     for restored, original in zip(dense, (w13, w2), strict=True):
         assert torch.equal(restored, dequantize_int4(quantize_int4(original[2], group)))
-
-
-@pytest.mark.skipif(not kernels_available()[0], reason=f"compiled kernels: {kernels_available()[1]}")
-def test_the_kernel_computes_with_the_converted_weights(activate: Activate) -> None:
-    activate()
-    form = Int4Weights()
-    assert_computes_with(form, form.convert(NAME, *layer()))
 
 
 def test_a_layer_stays_that_would_change_by_more_than_the_budget(activate: Activate) -> None:

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
-from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.mxfp4 import dequantize_mxfp4, quantize_mxfp4  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_mxfp4 import Mxfp4Weights  # noqa: E402
 from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
-from tests.builders import profile_with  # noqa: E402
-from tests.unit.vllm_plugin.experts.converted_layers import NAME, assert_computes_with, layer  # noqa: E402
+from tests.unit.vllm_plugin.experts.converted_layers import NAME, layer  # noqa: E402
 
 Activate = Callable[..., PluginSession]
 
 
 @pytest.fixture
 def activate(activate_pass: Activate) -> Activate:
-    """Makes a plan with four bits on, with settings of the pass, this process's own."""
-
-    def start(*, on: bool = True, required: bool = False, **settings: Any) -> PluginSession:
-        profile = profile_with("balanced", {"four_bit": settings})
-        return activate_pass("four_bit", on=on, required=required, profile=profile)
-
-    return start
-
-
-def test_the_plan_decides_the_format(activate: Activate) -> None:
-    assert planned_format(activate()).name == "mxfp4"
-    assert planned_format(activate(on=False)).name == "plain"
-    assert weight_format("mxfp4").passes == ("flash_dmoe", "four_bit")
+    return functools.partial(activate_pass, "four_bit")
 
 
 def test_a_layer_is_converted_with_its_change_and_takes_four_and_a_quarter_bits(activate: Activate) -> None:
@@ -50,13 +34,6 @@ def test_a_layer_is_converted_with_its_change_and_takes_four_and_a_quarter_bits(
     dense = Mxfp4Weights().dense_expert(converted, 2)
     for restored, original in zip(dense, (w13, w2), strict=True):
         assert torch.equal(restored, dequantize_mxfp4(*quantize_mxfp4(original[2])))
-
-
-@pytest.mark.skipif(not kernels_available()[0], reason=f"compiled kernels: {kernels_available()[1]}")
-def test_the_kernel_computes_with_the_converted_weights(activate: Activate) -> None:
-    activate()
-    form = Mxfp4Weights()
-    assert_computes_with(form, form.convert(NAME, *layer()))
 
 
 def test_a_layer_stays_where_the_plan_keeps_it(activate: Activate) -> None:
@@ -74,29 +51,6 @@ def test_a_layer_stays_that_would_change_by_more_than_the_budget(activate: Activ
     assert stayed.format == "plain"
     assert stayed.output_error is not None
     assert f"{stayed.output_error:.3g}" in stayed.why_plain
-
-
-def test_without_a_budget_nothing_is_measured(activate: Activate) -> None:
-    activate(max_layer_error=None)
-    converted = Mxfp4Weights().convert(NAME, *layer())
-    assert (converted.format, converted.output_error) == ("mxfp4", None)
-
-
-def test_a_layer_that_cannot_be_converted_stays_and_is_refused(activate: Activate) -> None:
-    session = activate()
-    w13, w2 = layer()
-    w13[0, 0, 0] = float("inf")
-    converted = Mxfp4Weights().convert(NAME, w13, w2)
-    assert (converted.format, converted.w13 is w13) == ("plain", True)
-    assert "expert 0 has" in session.proof.passes["four_bit"].why_not
-
-
-def test_where_it_is_required_that_is_an_error(activate: Activate) -> None:
-    activate(required=True)
-    w13, w2 = layer()
-    w13[0, 0, 0] = float("inf")
-    with pytest.raises(RequiredNotAppliedError, match="infinite"):
-        Mxfp4Weights().convert(NAME, w13, w2)
 
 
 def test_new_weights_beyond_the_budget_are_converted_and_said(activate: Activate) -> None:

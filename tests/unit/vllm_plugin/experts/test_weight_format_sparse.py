@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +15,13 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
-from moe_optimizer.inspection.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.measure.activation_norms import ActivationNorms  # noqa: E402
-from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.sparse_24 import SparseWeight, expand_24, prune_24  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, planned_format, weight_format  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SparseWeights  # noqa: E402
 from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
 from tests.unit.vllm_plugin.experts.converted_layers import (  # noqa: E402
     NAME,
-    assert_computes_with,
     layer,
     layer_call,
 )
@@ -34,19 +31,7 @@ Activate = Callable[..., PluginSession]
 
 @pytest.fixture
 def activate(activate_pass: Activate) -> Activate:
-    """Makes a plan with pruning on, by the norms in a file, this process's own."""
-
-    def start(norms: str | None = None, *, on: bool = True, required: bool = False) -> PluginSession:
-        found = read_activation_norms_file(norms)
-        return activate_pass("sparsity_24", on=on, required=required, activation_norms=found)
-
-    return start
-
-
-def test_the_plan_decides_the_format(activate: Activate) -> None:
-    assert planned_format(activate()).name == "sparse_24"
-    assert planned_format(activate(on=False)).name == "plain"
-    assert weight_format("sparse_24").passes == ("flash_dmoe", "sparsity_24")
+    return functools.partial(activate_pass, "sparsity_24")
 
 
 def test_a_layer_is_pruned_by_magnitude_and_smaller(activate: Activate) -> None:
@@ -65,7 +50,7 @@ def test_measured_norms_choose_with_the_magnitude(activate: Activate, tmp_path: 
     tensors = {f"layers.{index}.{name}": norms.clone() for index in range(4) for name, norms in (("x", x), ("h", h))}
     path = tmp_path / "norms.safetensors"
     save_file(tensors, path, metadata={"model": "tiny-moe", "tokens": "9"})
-    activate(str(path))
+    activate(norms=str(path))
     w13, w2 = layer()
     converted = SparseWeights().convert(NAME, w13, w2)
     assert converted.w13_mask is not None
@@ -73,32 +58,6 @@ def test_measured_norms_choose_with_the_magnitude(activate: Activate, tmp_path: 
     assert converted.w2_mask is not None
     assert torch.equal(expand_24(SparseWeight(converted.w2, converted.w2_mask)), expand_24(prune_24(w2, h)))
     assert not torch.equal(converted.w13, prune_24(w13).values)
-
-
-@pytest.mark.skipif(not kernels_available()[0], reason=f"compiled kernels: {kernels_available()[1]}")
-def test_the_kernel_computes_with_the_pruned_weights(activate: Activate) -> None:
-    activate()
-    form = SparseWeights()
-    assert_computes_with(form, form.convert(NAME, *layer()))
-
-
-def test_a_layer_that_cannot_be_pruned_stays_and_is_refused(activate: Activate) -> None:
-    session = activate()
-    w13, w2 = layer()
-    w13[0, 0, 0] = float("inf")
-    converted = SparseWeights().convert(NAME, w13, w2)
-    assert converted.format == "plain"
-    assert "pruned" in converted.why_plain
-    assert converted.w13 is w13
-    assert "expert 0 has" in session.proof.passes["sparsity_24"].why_not
-
-
-def test_where_it_is_required_that_is_an_error(activate: Activate) -> None:
-    activate(required=True)
-    w13, w2 = layer()
-    w13[0, 0, 0] = float("inf")
-    with pytest.raises(RequiredNotAppliedError, match="not finite"):
-        SparseWeights().convert(NAME, w13, w2)
 
 
 @pytest.mark.parametrize(
