@@ -1,4 +1,4 @@
-"""Which kernels read the experts of an INT4 checkpoint, and what the plan says of it."""
+"""Which kernels read the experts of a checkpoint in INT4 or of gpt-oss, and what the plan says of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,30 @@ from moe_optimizer.costs.weights import weight_element_bytes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS
-from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.hardware import HardwareSpec
-from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import ANY_NUMBER, STOCK, LayerShape, TokenSpeeds
 from moe_optimizer.specs.model import Int4Scheme, ModelSpec
 from moe_optimizer.specs.software import SoftwareSpec
-from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b_int4, request, software
+from tests.builders import (
+    cpu_machine,
+    gpt_oss_20b,
+    gpt_oss_120b,
+    gpus,
+    kernel_speeds,
+    made_plan,
+    profile_with,
+    qwen3_30b_a3b_int4,
+    software,
+    with_speeds,
+)
 
+AMX = cpu_machine(gib=256, cores=16, isa=("avx2", "amx_tile"))
 ASKED = {"flash_dmoe": (Wish.ON, "a profile")}
-SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
+
+
+stored = pytest.mark.parametrize(
+    "model", [gpt_oss_20b(), gpt_oss_120b(), qwen3_30b_a3b_int4()], ids=lambda model: model.name
+)
 
 
 def decide(
@@ -27,21 +42,13 @@ def decide(
 ) -> Decision:
     there = installed or (built() if hardware.gpu is not None else software("cpu"))
     named: dict[str, Any] = {"software": there, "vllm_args": vllm_args, **fields}
-    return make_plan(request(model, hardware, **named)).decision("flash_dmoe")
+    return made_plan(model, hardware, **named).decision("flash_dmoe")
 
 
 def built(*rows: TokenSpeeds) -> SoftwareSpec:
     """With our CUDA kernels and, if there are rows, a table of the layer."""
     there = software("cuda", cuda_ops=("fused_experts",))
-    if not rows:
-        return there
-    gpu = gpus("h100_sxm").gpu
-    assert gpu is not None
-    table = KernelSpeeds(
-        device=gpu.name, weights="int4_g128", shape=SHAPE, kernel_hash=there.kernels.cuda_sources, vllm="0.26.0",
-        driver="", rows=rows, source="a test",
-    )  # fmt: skip
-    return dataclasses.replace(there, kernel_speeds=SpeedTables(tables=(table,)))
+    return with_speeds(there, kernel_speeds(*rows, weights="int4_g128")) if rows else there
 
 
 def row(tokens: int, marlin: float, ours: float) -> TokenSpeeds:
@@ -53,24 +60,91 @@ def with_scheme(**changes: Any) -> ModelSpec:
     return qwen3_30b_a3b_int4(int4=dataclasses.replace(scheme, **changes))
 
 
-def amx() -> HardwareSpec:
-    machine = cpu_machine(gib=256, cores=16)
-    assert machine.cpu is not None
-    return dataclasses.replace(machine, cpu=dataclasses.replace(machine.cpu, isa=(*machine.cpu.isa, "amx_tile")))
-
-
-def test_on_a_gpu_vllms_kernels_compute_unless_ours_are_asked_for_and_the_plan_says_why():
-    left = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm"))
+@stored
+def test_on_a_gpu_vllms_kernels_compute_unless_ours_are_asked_for_and_the_plan_says_why(model):
+    left = decide(model, gpus("h100_sxm"))
     assert (left.status, left.applier) == (Status.OFF, Applier.NONE)
     assert "Marlin" in left.reason
     assert "not measured" in left.reason
     assert "--enable-flash-dmoe" in left.reason
-    ours = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm"), wishes=ASKED)
+    ours = decide(model, gpus("h100_sxm"), wishes=ASKED)
     assert (ours.status, ours.applier, ours.vllm_args) == (Status.ON, Applier.PLUGIN, NO_ARGUMENTS)
     assert "by arithmetic" in ours.reason
     (ranges,) = ours.params_as(FlashDmoeParams).dispatch.values()
     assert ranges[-1].up_to == ANY_NUMBER
     assert all(each.use != STOCK for each in ranges)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (gpt_oss_20b(), ("--moe-backend", "marlin")),
+        (gpt_oss_20b(), ("--moe-backend", "triton")),
+        (gpt_oss_20b(), ("--enable-lora",)),
+        (gpt_oss_20b(), ("--quantization-config", "{}")),
+        (qwen3_30b_a3b_int4(), ("--moe-backend", "marlin")),
+        (qwen3_30b_a3b_int4(), ("--quantization", "moe_wna16")),
+        (qwen3_30b_a3b_int4(), ("--enable-lora",)),
+    ],
+)
+def test_what_makes_vllm_load_the_experts_in_another_way_is_refused_with_what_was_found(model, arguments):
+    decision = decide(model, gpus("h100_sxm"), *arguments, wishes=ASKED)
+    assert decision.status is Status.REFUSED
+    found = arguments[0] if arguments[1:] == ("{}",) else " ".join(arguments)
+    assert f"found {found}" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [(gpt_oss_20b(), "mxfp4"), (qwen3_30b_a3b_int4(), "int4_g128")], ids=["gpt-oss", "int4"]
+)
+def test_on_a_processor_without_amx_ours_are_the_only_ones(model, weights):
+    decision = decide(model, cpu_machine(gib=256, cores=16))
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.value == f"cpu kernel, {weights} weights"
+    assert "AMX" in decision.reason
+
+
+def test_a_build_without_the_int4_kernel_says_so():
+    installed = software("cpu", cpu_ops=("fused_experts",))
+    assert "int4_experts has no CPU kernel" in decide(qwen3_30b_a3b_int4(), AMX, installed=installed).reason
+
+
+@stored
+@pytest.mark.parametrize("wishes", [{}, ASKED], ids=["auto", "asked"])
+def test_with_amx_too_ours_compute_what_vllms_kernel_may_not_survive(model, wishes):
+    decision = decide(model, AMX, wishes=wishes)
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.params_as(FlashDmoeParams).measure == ()
+
+
+@stored
+def test_four_bit_leaves_experts_alone_that_are_in_four_bits(model):
+    asked = {"four_bit": (Wish.ON, "flag --enable-four-bit")}
+    decision = made_plan(model, gpus("h100_sxm"), software=built(), wishes=asked).decision("four_bit")
+    assert decision.status is Status.REFUSED
+    assert f"already ({'MXFP4' if model.int4 is None else 'INT4'})" in decision.reason
+
+
+@stored
+def test_memory_counts_the_experts_as_they_are_stored(model):
+    plan = made_plan(model, gpus("h100_sxm"), software=built(), wishes=ASKED)
+    bits = 4.25 if model.int4 is None else 4.15625
+    assert model.expert_weight_bytes == pytest.approx(model.expert_params * weight_element_bytes(bits), rel=1e-3)
+    assert plan.memory.weight_bytes == model.weight_bytes
+
+
+def test_a_table_of_the_layer_chooses_among_our_kernels():
+    shape = LayerShape(hidden_size=2880, intermediate_size=2880, num_experts=32, num_global_experts=32, top_k=4)
+    row = TokenSpeeds(tokens=1, stock_us=50.0, ours_us={"direct": 60.0, "grouped-mxfp4_weights-n16": 40.0})
+    installed = with_speeds(built(), kernel_speeds(row, weights="mxfp4", shape=shape))
+    decision = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, wishes=ASKED)
+    assert {each.use for each in decision.params_as(FlashDmoeParams).dispatch["mxfp4"]} == {"grouped-mxfp4_weights-n16"}
+    assert decision.evidence == ("a record",)
+
+
+def test_mxfp4_of_another_model_is_vllms():
+    other = dataclasses.replace(gpt_oss_20b(), model_type="qwen3_moe")
+    assert "gpt-oss's in MXFP4, found mxfp4, 4.25 bits" in decide(other, gpus("h100_sxm")).reason
 
 
 def test_a_table_in_which_ours_loses_somewhere_leaves_the_layer_to_marlin_with_the_numbers():
@@ -79,30 +153,16 @@ def test_a_table_in_which_ours_loses_somewhere_leaves_the_layer_to_marlin_with_t
     assert left.status is Status.OFF
     assert "1.2x faster at 64 tokens" in left.reason
     assert "0.82 to 1.50 times" in left.reason
-    assert left.evidence == ("a test",)
+    assert left.evidence == ("a record",)
     assert decide(qwen3_30b_a3b_int4(), gpus("h100_sxm"), installed=installed, wishes=ASKED).status is Status.ON
 
 
 def test_a_table_in_which_ours_never_loses_takes_ours_unasked_with_the_gain():
     installed = built(row(1, 30.0, 20.0), row(64, 145.0, 144.0))
     ours = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm"), installed=installed, batch_size=1)
-    assert (ours.status, ours.evidence) == (Status.ON, ("a test",))
+    assert (ours.status, ours.evidence) == (Status.ON, ("a record",))
     assert ours.gain is not None
     assert ours.gain.ratio.value == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (("--moe-backend", "marlin"), "--moe-backend marlin"),
-        (("--quantization", "moe_wna16"), "--quantization moe_wna16"),
-        (("--enable-lora",), "--enable-lora"),
-    ],
-)
-def test_what_makes_vllm_load_the_experts_in_another_way_is_refused_with_what_was_found(arguments, found):
-    decision = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm"), *arguments, wishes=ASKED)
-    assert decision.status is Status.REFUSED
-    assert f"found {found}" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -139,33 +199,3 @@ def test_tensor_parallelism_that_would_cut_a_group_is_refused():
     decision = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm", 4), profile=profile, wishes=ASKED)
     assert decision.status is Status.REFUSED
     assert "found 2048 and 192" in decision.reason
-
-
-def test_on_a_processor_without_amx_ours_are_the_only_ones():
-    decision = decide(qwen3_30b_a3b_int4(), cpu_machine(gib=256, cores=16))
-    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.value == "cpu kernel, int4_g128 weights"
-    assert "AMX" in decision.reason
-    installed = software("cpu", cpu_ops=("fused_experts",))
-    assert "int4_experts has no CPU kernel" in decide(qwen3_30b_a3b_int4(), amx(), installed=installed).reason
-
-
-@pytest.mark.parametrize("wishes", [{}, ASKED], ids=["auto", "asked"])
-def test_with_amx_too_ours_compute_what_vllms_kernel_may_not_survive(wishes):
-    decision = decide(qwen3_30b_a3b_int4(), amx(), wishes=wishes)
-    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.params_as(FlashDmoeParams).measure == ()
-
-
-def test_four_bit_leaves_experts_alone_that_are_in_four_bits():
-    asked = {"four_bit": (Wish.ON, "flag --enable-four-bit")}
-    plan = make_plan(request(qwen3_30b_a3b_int4(), gpus("h100_sxm"), software=built(), wishes=asked))
-    assert plan.decision("four_bit").status is Status.REFUSED
-    assert "already (INT4)" in plan.decision("four_bit").reason
-
-
-def test_memory_counts_the_experts_as_they_are_stored():
-    model = qwen3_30b_a3b_int4()
-    plan = make_plan(request(model, gpus("h100_sxm"), software=built(), wishes=ASKED))
-    assert model.expert_weight_bytes == pytest.approx(model.expert_params * weight_element_bytes(4.15625), rel=1e-3)
-    assert plan.memory.weight_bytes == model.weight_bytes
