@@ -16,6 +16,7 @@ from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams, SpeculationParams
+from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
 from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
 from moe_optimizer.specs.layer_name import decoder_layer
@@ -87,19 +88,10 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
     if session.plan is None or session.plans_itself:
         return
     for decision in flag_decisions(session.plan):
-        held = ""
         try:
-            if serves_fp8_checkpoint(decision):
-                stored = fp8_in_memory(worker.model_runner.get_model(), session.plan.model.expert_format)
-                reason, held = stored.why_not or "; ".join(other_variables(decision, os.environ)), stored.found
-            else:
-                found = differences(decision, session.plan.serve_args, worker.vllm_config, cache_specs)
-                found += other_variables(decision, os.environ)
-                if decision.pass_name == "fp8":
-                    found += unconverted(decision, worker.model_runner.get_model().named_parameters())
-                reason = "; ".join(found)
+            reason, held = _looked_at(decision, session.plan, worker, cache_specs)
         except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
-            reason = f"cannot be shown: {described(error)}"
+            reason, held = f"cannot be shown: {described(error)}", ""
         if reason:
             logger.warning("%s (%s): %s", decision.pass_name, decision.value, reason)
             session.refused(decision.pass_name, reason)
@@ -115,6 +107,18 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
         entry = session.proof.passes[decision.pass_name]
         shown = [f"{name}={decision.env[name]}" for name in _SHOWN_VARIABLES if not reason and name in decision.env]
         entry.requested, entry.found = decision.value, ", ".join(filter(None, (held or entry.found, *shown)))
+
+
+def _looked_at(decision: Decision, plan: Plan, worker: Any, cache_specs: Mapping[str, Any]) -> tuple[str, str]:
+    """Return how the worker's vLLM differs from a decision, or "", and what of an FP8 checkpoint it holds, or ""."""
+    variables = other_variables(decision, os.environ)
+    if serves_fp8_checkpoint(decision):
+        stored = fp8_in_memory(worker.model_runner.get_model(), plan.model.expert_format)
+        return stored.why_not or "; ".join(variables), stored.found
+    found = differences(decision, plan.serve_args, worker.vllm_config, cache_specs) + variables
+    if decision.pass_name == "fp8":
+        found += unconverted(decision, worker.model_runner.get_model().named_parameters())
+    return "; ".join(found), ""
 
 
 def differences(
