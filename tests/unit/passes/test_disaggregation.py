@@ -18,16 +18,12 @@ ON = resolve_wishes(["disaggregation"], [])
 TWO_PROCESSES = profile_with(passes={"parallelism": {"tensor_parallel_size": 2}})
 
 
-def on(changes: dict[str, Any]) -> dict[str, Any]:
-    return {"wishes": ON, **changes}
+def on_cpu(wishes: Any = ON, **changes: Any) -> Plan:
+    return made_plan(tiny_moe(), cpu_machine(cores=4), wishes=wishes, **changes)
 
 
-def on_cpu(**changes: Any) -> Plan:
-    return made_plan(tiny_moe(), cpu_machine(cores=4), **on(changes))
-
-
-def on_gpus(count: int, **changes: Any) -> Plan:
-    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count), **on(changes))
+def on_gpus(count: int, wishes: Any = ON, **changes: Any) -> Plan:
+    return made_plan(qwen3_30b_a3b(), gpus("h100_sxm", count), wishes=wishes, **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
-"""Experts in INT4: the plan's groups, what is stored and computed. What INT4 shares with MXFP4 is tested there."""
+"""Experts in INT4: the plan's groups, what is stored and computed. What all formats share: test_weight_formats.py."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,17 +13,12 @@ from moe_optimizer.vllm_plugin.experts.weight_format_int4 import Int4Weights  # 
 from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
 from tests.unit.vllm_plugin.experts.converted_layers import NAME, layer  # noqa: E402
 
-Activate = Callable[..., PluginSession]
-
-
-@pytest.fixture
-def activate(activate_pass: Activate) -> Activate:
-    return functools.partial(activate_pass, "four_bit", format="int4")
-
 
 @pytest.mark.parametrize("group", [32, 64])
-def test_a_layer_is_converted_in_the_plans_groups_with_its_change(activate: Activate, group: int) -> None:
-    activate(group=group)
+def test_a_layer_is_converted_in_the_plans_groups_with_its_change(
+    activate_pass: Callable[..., PluginSession], group: int
+) -> None:
+    activate_pass("four_bit", format="int4", group=group)
     narrow = layer()
     w13, w2 = (torch.cat((weight, weight), dim) for dim, weight in enumerate(narrow, start=1))  # a width of 64
     converted = Int4Weights().convert(NAME, w13, w2)
@@ -36,17 +29,3 @@ def test_a_layer_is_converted_in_the_plans_groups_with_its_change(activate: Acti
     dense = Int4Weights().dense_expert(converted, 2)
     for restored, original in zip(dense, (w13, w2), strict=True):
         assert torch.equal(restored, dequantize_int4(quantize_int4(original[2], group)))
-
-
-def test_a_layer_stays_that_would_change_by_more_than_the_budget(activate: Activate) -> None:
-    activate(max_layer_error=0.02)
-    assert Int4Weights().convert(NAME, *layer()).format == "plain"
-
-
-@pytest.mark.parametrize(("width", "why"), [(64, ""), (96, "found 128 and 96")])
-def test_layers_whose_groups_are_not_whole_are_refused(activate: Activate, width: int, why: str) -> None:
-    activate(group=64)
-    config = SimpleNamespace(hidden_dim=128, intermediate_size_per_partition=width)
-    found = Int4Weights().why_not(config)
-    assert why in found
-    assert bool(found) == bool(why)

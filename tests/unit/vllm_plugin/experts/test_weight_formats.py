@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ every_format = pytest.mark.parametrize("name", list(PASSES))
 with_a_budget = pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4"])
 
 
-def planned(activate_pass: Activate, name: str, *, required: bool = False, **settings: float | None) -> PluginSession:
+def planned(activate_pass: Activate, name: str, *, required: bool = False, **settings: Any) -> PluginSession:
     chosen = {"format": name} if PASSES[name] == "four_bit" else {}
     return activate_pass(PASSES[name], required=required, **chosen, **settings)
 
@@ -47,6 +49,42 @@ def test_without_a_budget_nothing_is_measured(activate_pass: Activate, name: str
     planned(activate_pass, name, max_layer_error=None)
     converted = weight_format(name).convert(NAME, *layer())
     assert (converted.format, converted.output_error) == (name, None)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("fp8", 0.001), ("mxfp4", 0.05), ("int4", 0.02)])
+def test_a_layer_over_the_budget_stays_as_planned_and_says_by_how_much(
+    activate_pass: Activate, name: str, budget: float
+) -> None:
+    session = planned(activate_pass, name, max_layer_error=budget)
+    w13, w2 = layer()
+    left = weight_format(name).convert(NAME, w13, w2)
+    assert (left.format, left.w13 is w13, left.w2 is w2) == ("plain", True, True)
+    assert left.output_error is not None
+    assert left.output_error > budget
+    assert left.why_plain.endswith(f"{left.output_error:.3g}, allowed are {budget:g}")
+    assert session.proof.passes[PASSES[name]].why_not == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "changes", "why"),
+    [
+        ("mxfp4", {}, {}, ""),
+        ("mxfp4", {}, {"intermediate_size_per_partition": 48}, "found 128 and 48"),
+        ("int4", {"group": 64}, {"intermediate_size_per_partition": 64}, ""),
+        ("int4", {"group": 64}, {"intermediate_size_per_partition": 96}, "found 128 and 96"),
+        ("sparse_24", {}, {}, ""),
+        ("sparse_24", {}, {"in_dtype": torch.float32}, "found torch.float32"),
+        ("sparse_24", {}, {"intermediate_size_per_partition": 24}, "found 128 and 24"),
+    ],
+)
+def test_layers_that_it_does_not_cover_are_refused(
+    activate_pass: Activate, name: str, settings: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    planned(activate_pass, name, **settings)
+    config = {"in_dtype": torch.bfloat16, "hidden_dim": 128, "intermediate_size_per_partition": 32} | changes
+    found = weight_format(name).why_not(SimpleNamespace(**config))
+    assert why in found
+    assert bool(found) == bool(why)
 
 
 @every_format
