@@ -40,9 +40,9 @@ def paper_hub(hub_id: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
             elif path.startswith(f"/{hub_id}/resolve/") and (folder / name).is_file():
                 content = (folder / name).read_bytes()
                 etag = hashlib.sha256(content).hexdigest()
-                self.send(content if with_body else b"", {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, len(content))
-                if with_body:
+                if with_body:  # before it is sent: who has it may look at once
                     fetched.append(name)
+                self.send(content if with_body else b"", {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, len(content))
             else:
                 self.send_error(404)
 
