@@ -48,8 +48,10 @@ def test_the_page_of_several_api_servers_has_it_too(tmp_path: Path, monkeypatch:
 
 
 def test_the_workers_files_are_not_read_for_every_page(
-    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     looked: list[Path] = []
 
     def looking(run_dir: Path, proofs: object) -> Iterator[prometheus_client.Metric]:
@@ -59,3 +61,6 @@ def test_the_workers_files_are_not_read_for_every_page(
     metrics_page.show_on_metrics(tmp_path, looking)
     assert [pages(registry) for _ in range(3)] == [1, 1, 1]
     assert len(looked) == 1
+    now[0] = 60.0
+    assert pages(registry) == 1
+    assert len(looked) == 2

@@ -49,16 +49,21 @@ def test_without_a_worker_there_is_nothing(tmp_path: Path) -> None:
     assert "moe_optimizer" not in page_of(tmp_path)
 
 
-def test_the_steps_of_each_worker_and_their_age_are_its_heartbeat(tmp_path: Path) -> None:
+def test_the_steps_of_each_worker_and_their_age_are_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
     page_of(tmp_path, {}, {})
     first, second = read_proofs(tmp_path)
     counts = StepCount(tmp_path, first), StepCount(tmp_path, second)
     for count in (counts[0], *counts):
         count.step()
+        now[0] += 0.5
     page = page_as_it_is(tmp_path)
-    for rank, steps in ((0, 2), (1, 1)):
+    for rank, steps, age in ((0, 2, 1.0), (1, 1, 0.5)):
         assert f'moe_optimizer_steps_total{{model_name="chat",rank="{rank}"}} {steps}.0' in page.splitlines()
-        assert f'moe_optimizer_last_step_age_seconds{{model_name="chat",rank="{rank}"}} 0.' in page
+        assert f'moe_optimizer_last_step_age_seconds{{model_name="chat",rank="{rank}"}} {age}' in page.splitlines()
 
 
 def test_a_worker_that_is_gone_has_no_heartbeat(tmp_path: Path) -> None:
