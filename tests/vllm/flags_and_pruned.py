@@ -44,7 +44,7 @@ class Seen:
     """On the bundled model's held-out text."""
     prompt_tokens: int | None
     metrics: str
-    traffic: Traffic | None
+    traffic: Traffic
     stopped: Traffic
     """While its engine stood still, with a request that it was given then."""
     health_when_marked: tuple[int, bool]
@@ -90,8 +90,7 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=300) as response:
             metrics = response.read().decode()
         counted = prompt_tokens(ServerClient(info.base_url))
-        engines = read_traffic(ServerClient(info.base_url))
-        traffic = None if engines is None else engines["0"]
+        traffic = eventually(lambda: _traffic(ServerClient(info.base_url)), "the server does not tell its traffic")
         (engine,) = [proof.pid for proof in info.proofs if proof.role == "engine"]
         stopped = _stopped(engine, ServerClient(info.base_url))
         RunFolder(run_dir).set_draining()
@@ -104,23 +103,30 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
     return dataclasses.replace(visits[0], end=str(caught.value), exit_code=caught.value.exit_code)
 
 
+def _traffic(client: ServerClient) -> Traffic | None:
+    """Return the traffic of the only engine; None where the server does not answer in the two seconds it is given."""
+    try:
+        return (read_traffic(client) or {}).get("0")
+    except OSError:
+        return None
+
+
 def _stopped(engine: int, client: ServerClient) -> Traffic:
     """Stop an engine that has nothing to do, give it a request, and let it go on once the request is counted."""
-    seen: list[Traffic] = []
 
-    def counted() -> bool:
-        seen[:] = (read_traffic(client) or {}).values()
-        return bool(seen[0].unfinished)
+    def counted() -> Traffic | None:
+        found = _traffic(client)
+        return found if found is not None and found.unfinished else None
 
     os.kill(engine, signal.SIGSTOP)
     try:
         asked = threading.Thread(target=client.complete, args=("def",), kwargs={"max_tokens": 2, "timeout_s": 300.0})
         asked.start()
-        eventually(counted, "the request was not counted")
+        seen = eventually(counted, "the request was not counted")
     finally:
         os.kill(engine, signal.SIGCONT)
     asked.join()
-    return seen[0]
+    return seen
 
 
 def _health(base_url: str) -> tuple[int, bool]:
