@@ -55,10 +55,13 @@ def watch(server: LiveServer, answer: Callable[[], object], folder: Path) -> Wat
 
 
 def dashboard_queries() -> list[str]:
-    """Return the queries of the Grafana dashboard, with what Grafana sets in its place."""
+    """Return the queries of the Grafana dashboard, with what Grafana sets in its place.
+
+    Rates are over minutes: scrapes that a busy server does not answer in time may be missing for longer than seconds.
+    """
     panels = json.loads(_DASHBOARD.read_text(encoding="utf-8"))["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    return [query.replace("$model", ".*").replace("$__rate_interval", "10s") for query in queries]
+    return [query.replace("$model", ".*").replace("$__rate_interval", "5m") for query in queries]
 
 
 @contextlib.contextmanager
