@@ -20,7 +20,7 @@ INTERVAL_S = 3.0
 """Chosen: encoding 61 layers of 256 experts takes a few milliseconds, a thousandth of this."""
 UNSEEN_INTERVAL_S = 0.5
 """Chosen: delay after vLLM's warm-up until the proof says that every layer is counted."""
-_STOP_WAIT_S = 5.0
+STOP_WAIT_S = 5.0
 """Chosen: a write takes milliseconds; a process does not wait for one that hangs."""
 
 logger = get_logger(__name__)
@@ -76,7 +76,7 @@ class ExpertLoadWriter:
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(_STOP_WAIT_S)
+            self._thread.join(STOP_WAIT_S)
 
     def write(self) -> None:
         """Read the table and write the files now.

@@ -26,9 +26,11 @@ IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
 
 
 @pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes soon, and waits for one as long as a busy disk takes."""
     monkeypatch.setattr(expert_load_writer, "INTERVAL_S", 0.01)
     monkeypatch.setattr(expert_load_writer, "UNSEEN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(expert_load_writer, "STOP_WAIT_S", 300.0)
 
 
 def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
@@ -78,7 +80,10 @@ ENDS_IN_THE_MIDDLE = """
 import atexit, sys, threading, time
 from pathlib import Path
 import torch
+from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
+
+expert_load_writer.STOP_WAIT_S = 300.0
 
 class Counter:
     reading = threading.Event()
