@@ -14,7 +14,12 @@ from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import flash_dmoe, fused_experts
 from moe_optimizer.ops.topk_router import topk_router
 from tests.compiled_kernels import needs_kernels
+from tests.gate_cases import close_calls
 from tests.ops.moe_cases import DTYPES, Case, make_case
+
+
+def random_logits(tokens: int, num_experts: int) -> Tensor:
+    return torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(0))
 
 
 def visible_experts(num_experts: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +87,9 @@ def test_the_gate_is_that_of_the_reference(
         "score_bias": torch.randn(num_experts, generator=generator) if biased else None,
         "routed_scaling_factor": factor,
     }
-    torch.testing.assert_close(routed_weights(logits, **gate), expected_weights(logits, **gate), rtol=1e-5, atol=1e-6)
+    clear = ~close_calls(logits, topk_router(logits, **gate)[1], **gate)
+    got, want = routed_weights(logits, **gate), expected_weights(logits, **gate)
+    torch.testing.assert_close(got[clear], want[clear], rtol=1e-5, atol=1e-6)
 
 
 @needs_kernels
@@ -94,7 +101,7 @@ def test_the_lower_id_wins_a_tie(groups: int) -> None:
 
 @needs_kernels
 def test_a_nan_logit_reaches_the_output() -> None:
-    logits = torch.randn(2, 16)
+    logits = random_logits(2, 16)
     logits[1, 5] = float("nan")
     got = routed_weights(logits, top_k=2)
     assert not got[0].isnan().any()
@@ -106,7 +113,7 @@ def test_a_nan_logit_reaches_the_output() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_the_layer_is_gate_plus_experts_bit_for_bit(dtype: torch.dtype, tokens: int) -> None:
     case = make_case(tokens, 64, 48, experts=16, top_k=4, dtype=dtype)
-    logits = torch.randn(tokens, 16).to(dtype)
+    logits = random_logits(tokens, 16).to(dtype)
     got = flash_dmoe(case.x, logits, case.w13, case.w2, top_k=4)
     weights, ids = topk_router(logits.float(), top_k=4)
     want = fused_experts(case.x, case.w13, case.w2, weights, ids)
@@ -119,7 +126,7 @@ def test_the_layer_is_gate_plus_experts_bit_for_bit(dtype: torch.dtype, tokens: 
 @needs_kernels
 def test_expert_map_leaves_the_experts_of_other_ranks_out() -> None:
     case = make_case(20, 64, 48, experts=8)
-    logits = torch.randn(20, 8)
+    logits = random_logits(20, 8)
     whole = flash_dmoe(case.x, logits, case.w13, case.w2, top_k=3)
     parts = torch.zeros_like(whole)
     for rank in range(2):
@@ -132,7 +139,7 @@ def test_expert_map_leaves_the_experts_of_other_ranks_out() -> None:
 
 def test_sizes_without_a_kernel_give_the_same_layer_in_torch() -> None:
     case = make_case(6, hidden=20, intermediate=12)
-    logits = torch.randn(6, 8)
+    logits = random_logits(6, 8)
     weights, ids = topk_router(logits, top_k=2)
     want = Case(case.x, case.w13, case.w2, weights, ids).in_torch(torch.float64).float()
     torch.testing.assert_close(flash_dmoe(case.x, logits, case.w13, case.w2, top_k=2), want, rtol=1e-4, atol=1e-5)
@@ -141,7 +148,7 @@ def test_sizes_without_a_kernel_give_the_same_layer_in_torch() -> None:
 @needs_kernels
 def test_out_is_written_and_returned() -> None:
     case = make_case(6)
-    logits = torch.randn(6, 8)
+    logits = random_logits(6, 8)
     out = torch.full_like(case.x, float("nan"))
     assert flash_dmoe(case.x, logits, case.w13, case.w2, top_k=2, out=out) is out
     assert torch.equal(out, flash_dmoe(case.x, logits, case.w13, case.w2, top_k=2))
@@ -153,7 +160,7 @@ def test_registered_ops_pass_opcheck() -> None:
     case = make_case(3)
     experts = (case.w13, case.w2, None, None, None, None, None, "silu")
     gate = (2, torch.zeros(8), True, "sigmoid", 2, 1, 1.5)
-    inputs = (case.x, torch.randn(3, 8), *experts, *gate)
+    inputs = (case.x, random_logits(3, 8), *experts, *gate)
     torch.library.opcheck(torch.ops.moe_optimizer.flash_dmoe.default, inputs)
     torch.library.opcheck(torch.ops.moe_optimizer.flash_dmoe_out.default, (*inputs, torch.empty_like(case.x)))
 
@@ -208,7 +215,7 @@ def test_the_gate_in_torch_has_the_same_contract(logits: Tensor, message: str) -
 @needs_kernels
 def test_the_compiled_graph_holds_the_op_and_gives_the_same() -> None:
     case = make_case(6, dtype=torch.bfloat16)
-    logits = torch.randn(6, 8).bfloat16()
+    logits = random_logits(6, 8).bfloat16()
 
     def layer(x: Tensor, router_logits: Tensor) -> Tensor:
         return x + flash_dmoe(x * 2, router_logits, case.w13, case.w2, top_k=2)

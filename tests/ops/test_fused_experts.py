@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import fused_experts, why_reference
 from tests.compiled_kernels import AVAILABLE, needs_kernels
-from tests.ops.moe_cases import DTYPES, Case, any_cases, assert_as_exact_as_torch, make_case, quantized
+from tests.ops.moe_cases import DTYPES, Case, allowed_error, any_cases, assert_as_exact_as_torch, make_case, quantized
 
 
 # Sizes: no token; one; fewer and more than a tile of tokens; H and I not multiples of 32 or 128.
@@ -166,8 +166,7 @@ def test_expert_parallel_ranks_sum_to_the_whole(dtype: torch.dtype, ranks: int) 
         assert_as_exact_as_torch(part, got)
         parts += got.double()
     want = case.in_torch(torch.float64)
-    allowed = 2 * (case.in_torch(dtype) - want).abs().max().item() + 1e-5
-    assert (parts - want).abs().max().item() <= allowed
+    assert (parts - want).abs().max().item() <= allowed_error(case, want)
 
 
 @needs_kernels
