@@ -25,7 +25,9 @@ RUN_OPTIMIZER = (str(ROOT / "run_optimizer.py"),)
 MOE_OPTIMIZER = ("-m", "moe_optimizer")
 _MARK = "MOE_TEST_MARK"
 _MAX_BYTES = 1 << 30
-_MAX_CPU_S = 10
+_MAX_CPU_S = 60
+"""For what never ends. Processor time grows too where others share cores and caches: a refusal by the embedded engine,
+which imports torch, took 9.3 s beside thirteen other processes on two cores."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def run(
         fresh: start Python also for them. Of each kind of answer one test does.
         interrupt_when: asked about ten times a second with the ids of all running descendants; once it says yes,
             the command gets SIGINT.
-        bounded: hold the command and each of its descendants to 1 GiB of address space and 10 s of processor time;
+        bounded: hold the command and each of its descendants to 1 GiB of address space and 60 s of processor time;
             one that goes over is ended by the kernel. (Processor time, so that a busy machine fails no test; the
             peak resident size that wait4 reports includes this process's own from before the exec.)
         timeout_s: end everything after this time; what still ran then is reported as left running.

@@ -1,7 +1,7 @@
 """Bad input: a sentence and an exit code, whatever the input; nothing left behind.
 
 Each case runs the real command as a user would, to serve (not as a dry run), in a process of its own, within 1 GiB
-of address space and 10 s of processor time. One of each kind starts Python for it (`fresh`), the others are forks.
+of address space and 60 s of processor time. One of each kind starts Python for it (`fresh`), the others are forks.
 """
 
 from __future__ import annotations
