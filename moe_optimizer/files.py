@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,7 +96,16 @@ def make_private_folder(path: Path) -> None:
         OSError: one cannot be created, or is something else.
     """
     # Path.mkdir gives the mode to the last one only: others could list a run folder made for the proofs below it.
-    for folder in reversed([path, *path.parents]):
+    folders = [*reversed([path, *path.parents])]
+    try:
+        _make_private(folders)
+    except FileNotFoundError:
+        # The check of another start has made one, and removed it again before anything was below.
+        _make_private(folders)
+
+
+def _make_private(folders: Iterable[Path]) -> None:
+    for folder in folders:
         if not folder.is_dir():
             folder.mkdir(exist_ok=True, mode=0o700)
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_bytes, read_text, write_atomically
+from moe_optimizer.files import make_private_folder, read_bytes, read_text, write_atomically
 from tests.eventually import eventually
 
 
@@ -40,6 +41,23 @@ def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
     folder.mkdir(mode=0o755)
     write_atomically(folder / "mine" / "plan.json", "x")
     assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_above_it_that_another_process_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    mkdir = Path.mkdir
+
+    def removed_before(path: Path, **options: Any) -> None:
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        runs.rmdir()
+        mkdir(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", removed_before)
+    make_private_folder(runs / "mine")
+    assert (runs / "mine").is_dir()
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
