@@ -31,17 +31,13 @@ def observed(*servers: Any) -> Any:
     return observed_tier(SimpleNamespace(servers=servers))  # pyrefly: ignore[bad-argument-type]
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tier, "WAIT_S", 0.5)
-
-
 def test_servers_that_all_copy_are_running_also_when_one_comes_later() -> None:
     seen = observed(Server("a server", 4096), Server("b server", 0, 8192))
     assert (seen.ran, seen.why_not) == ("yes, 4096 bytes or more in each host tier", "")
 
 
-def test_a_server_that_copies_nothing_is_named() -> None:
+def test_a_server_that_copies_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tier, "WAIT_S", 0.0)
     seen = observed(Server("a server", 4096), Server("b server"))
     assert seen.ran == "no"
     assert seen.why_not.endswith("host memory: b server")

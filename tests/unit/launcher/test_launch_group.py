@@ -104,7 +104,7 @@ def test_a_tier_is_looked_for_on_both_servers(group: Group, tmp_path: Path) -> N
 def test_a_required_tier_that_one_server_does_not_fill_ends_with_exit_code_6(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tier, "WAIT_S", 0.5)
+    monkeypatch.setattr(kv_tier, "WAIT_S", 0.0)
     with pytest.raises(RequiredNotAppliedError, match=r"kv_cache: .*host memory: decode server") as caught:
         serve(with_tier(group(decode=("untiered",))), run_dir=tmp_path, require=frozenset({"kv_cache"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
