@@ -26,7 +26,8 @@ def _free_ports(count: int) -> int:
     for _ in range(1000):
         first = random.randrange(_RANGE.start, _RANGE.stop - count)
         names: list[socket.socket] = []
-        if all(_can_listen(port) and _reserve(port, names) for port in range(first, first + count)):
+        # Reserved first: a look at a port keeps it, for a moment, from the server of whoever was given it.
+        if all(_reserve(port, names) and _can_listen(port) for port in range(first, first + count)):
             _reserved.extend(names)
             return first
         for name in names:
