@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
-import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import deployment, evidence, launch
+from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.process import ServerProcess
 from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.service import START_GRACE_S
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
@@ -100,12 +105,25 @@ def test_requests_without_progress_are_warned_of_and_end_the_server(
     assert re.fullmatch(r"served.*, 0 requests,.* 7", said[-1])
 
 
-def test_a_server_that_is_paused_on_purpose_is_left_alone(fake: Fake, tmp_path: Path) -> None:
-    def stop(_: ServerInfo) -> None:
-        threading.Timer(6.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+def stop_after(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+    """Ask for a stop when the launcher has asked its server something so often."""
+    ask, number = getattr(ServerClient, name), itertools.count(1)
 
+    def counted(client: ServerClient, *arguments: Any, **options: Any) -> Any:
+        if next(number) == times:
+            signal.raise_signal(signal.SIGTERM)
+        return ask(client, *arguments, **options)
+
+    monkeypatch.setattr(ServerClient, name, counted)
+
+
+def test_a_server_that_is_paused_on_purpose_is_left_alone(
+    fake: Fake, tmp_path: Path, heartbeat_clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is asked at a stall of 4 s, the limit, and has served on when it is asked again.
+    stop_after(monkeypatch, "paused", 2)
     with pytest.raises(launch.StopRequestedError):
-        serve(fake("stall", "pause"), run_dir=tmp_path, stall_timeout_s=4.0, on_ready=stop)
+        serve(fake("stall", "pause"), run_dir=tmp_path, stall_timeout_s=4.0, on_ready=lambda _: None)
 
 
 def test_a_server_whose_progress_cannot_be_seen_is_warned_of(fake: Fake, tmp_path: Path) -> None:
@@ -127,13 +145,14 @@ def test_a_stopped_server_is_named(fake: Fake, tmp_path: Path) -> None:
     assert not processes_of(tmp_path)
 
 
-def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
-    def stop(_: ServerInfo) -> None:
-        threading.Timer(3.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-
+def test_a_server_without_requests_may_rest(
+    fake: Fake, tmp_path: Path, heartbeat_clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # When it becomes ready, and at two beats, the second more than the limit later.
+    stop_after(monkeypatch, "metrics", 3)
     said: list[str] = []
     with pytest.raises(launch.StopRequestedError):
-        serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=1.0, on_ready=stop)
+        serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=1.0, on_ready=lambda _: None)
     assert re.fullmatch(r"served.* s, 0 .* 0", said[-1])
     assert "stopping" in said
 
@@ -214,10 +233,28 @@ def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path
     assert not processes_of(tmp_path)
 
 
-def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError, match="after 1 s"):
         serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0)
     assert not processes_of(tmp_path)
+
+
+def test_only_a_server_that_was_ready_has_time_to_finish_requests(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, given = ServerProcess.stop, list[float]()
+
+    def noted(process: ServerProcess, *, grace_s: float, hurry: Callable[[], bool]) -> None:
+        given.append(grace_s)
+        stop(process, grace_s=grace_s, hurry=hurry)
+
+    monkeypatch.setattr(ServerProcess, "stop", noted)
+    with pytest.raises(ServerFailedError):
+        serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=0.0)
+    with launch.running(fake(), run_dir=tmp_path):
+        pass
+    starting_s, served_s = given
+    assert starting_s <= START_GRACE_S < fake().serve_args.drain_timeout_s() < served_s
 
 
 @pytest.mark.parametrize(("behaviour", "reason"), [("refuse", "fallback: cheese"), ("unproven", "plugin was not")])
