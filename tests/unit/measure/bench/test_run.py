@@ -90,7 +90,7 @@ def asked(tmp_path: Path) -> Iterator[BenchRequest]:
             command=("bench",),
             sides=tuple(Side(name=name, plan=None, url=each.base_url) for name, each in named),
             workload_name="a test", workload=WORKLOAD, repetitions=3, limits=Limits(), folder=tmp_path / "run",
-            tokenizer="paper", trust_remote_code=False, ready_timeout_s=10.0,
+            tokenizer="paper", trust_remote_code=False, ready_timeout_s=60.0,
         )  # fmt: skip
 
 
