@@ -24,6 +24,9 @@ from tests.free_ports import free_port
 
 PROMPT = "def add(a, b):\n"
 USAGE = {"include_usage": True}
+JSON = {"content-type": "application/json"}
+TIMEOUT_S = 60
+"""httpx's own are 5 s, which a busy machine may take."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +49,12 @@ def url(llm: AsyncLLM) -> Iterator[str]:
     thread.join()
 
 
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=TIMEOUT_S)
+
+
 def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=TIMEOUT_S)
 
 
 def events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -63,7 +70,7 @@ def user(text: str) -> dict[str, str]:
 def families(url: str) -> list[Any]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    return list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    return list(text_string_to_metric_families(get(f"{url}/metrics").text))
 
 
 def test_a_completion_is_what_the_engine_generates(url: str, tiny_moe_llm: LLM) -> None:
@@ -114,9 +121,9 @@ def test_a_conversation_is_answered_through_the_template(url: str) -> None:
 
 
 def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
-    assert httpx.get(f"{url}/health").status_code == 200
-    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
-    metrics = httpx.get(f"{url}/metrics").text
+    assert get(f"{url}/health").status_code == 200
+    assert [each["id"] for each in get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+    metrics = get(f"{url}/metrics").text
     assert "moe_optimizer:num_requests_running 0" in metrics
     assert "moe_optimizer:generation_tokens_total" in metrics
 
@@ -196,7 +203,7 @@ def test_a_text_that_takes_long_to_be_cut_into_tokens_holds_up_nobody_else(
     asking = threading.Thread(target=lambda: replies.append(post(url, "completions", prompt="x", max_tokens=1)))
     asking.start()
     assert begun.wait(60)
-    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    assert get(f"{url}/health").status_code == 200
     go_on.set()
     asking.join()
     assert replies[0].status_code == 200
@@ -224,9 +231,9 @@ def test_one_bad_prompt_ends_those_beside_it(url: str, llm: AsyncLLM, stream: bo
     reply = post(url, "completions", prompt=["x", "x " * 5000], max_tokens=1500, ignore_eos=True, stream=stream)
     assert reply.status_code == 400
     generated = "moe_optimizer:request_success_total"
-    before = httpx.get(f"{url}/metrics").text
+    before = get(f"{url}/metrics").text
     eventually(lambda: not llm.engine.groups)
-    after = httpx.get(f"{url}/metrics").text
+    after = get(f"{url}/metrics").text
     line = next(line for line in before.split("\n") if line.startswith(generated))
     assert line in after, "the first prompt was computed to its end"
 
@@ -236,7 +243,7 @@ def test_a_request_that_finds_no_place_is_told_to_come_again() -> None:
 
     async def statuses() -> list[int]:
         transport = httpx.ASGITransport(app=create_app(llm, "tiny"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=TIMEOUT_S) as client:
             body = {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True}
             replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(8)))
         return sorted(reply.status_code for reply in replies)
@@ -275,7 +282,7 @@ CHAT = '"messages": [{"role": "user", "content": "x"}]'
     ],
 )
 def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, path: str, body: str, said: str) -> None:
-    reply = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+    reply = httpx.post(f"{url}/v1/{path}", content=body, headers=JSON, timeout=TIMEOUT_S)
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]
     assert said in message
@@ -283,7 +290,7 @@ def test_a_body_that_cannot_be_read_as_it_is_is_the_clients_mistake(url: str, pa
 
 
 def test_a_body_without_its_content_type_is_told_what_is_missing(url: str) -> None:
-    reply = httpx.post(f"{url}/v1/completions", content='{"prompt": "x"}')
+    reply = httpx.post(f"{url}/v1/completions", content='{"prompt": "x"}', timeout=TIMEOUT_S)
     assert reply.status_code == 400
     assert "content-type: application/json" in reply.json()["error"]["message"]
 
@@ -304,7 +311,7 @@ def test_a_message_names_the_field_and_not_the_class_that_reads_it(url: str, bod
 def test_a_route_that_is_not_there_is_an_error_as_clients_read_it(
     url: str, method: str, path: str, status: int
 ) -> None:
-    reply = httpx.request(method, url + path)
+    reply = httpx.request(method, url + path, timeout=TIMEOUT_S)
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == status
 
@@ -335,7 +342,7 @@ def test_places_of_tokens_count_the_text_before_them(url: str, stream: bool) -> 
 def test_a_client_that_goes_away_frees_its_blocks(url: str, llm: AsyncLLM, stream: bool) -> None:
     async def leave() -> None:
         body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 4}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             request = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=body))
             while not llm.engine.scheduler.running:
                 await asyncio.sleep(0.01)
@@ -354,7 +361,7 @@ def test_a_client_that_goes_away_while_it_waits_is_never_computed(url: str, llm:
     others = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "n": 16}
 
     async def leave() -> bool:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             first = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=others))
             while len(scheduler.running) < 16:
                 await asyncio.sleep(0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,11 +183,9 @@ def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Fake, tmp_
 
 
 def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(fake: Fake, tmp_path: Path) -> None:
-    begin = time.monotonic()
     said = served(fake("restless"), tmp_path, 3.0)
     (result,) = [line for line in said if line.startswith("warmed up in")]
     assert "stopped before " in result
-    assert time.monotonic() - begin < 60
 
 
 def test_one_request_and_one_compilation_are_not_called_many() -> None:
