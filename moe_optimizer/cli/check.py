@@ -10,7 +10,8 @@ from typing import Literal
 from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.vllm_plugin.drift import Seam
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 300.0
+"""Chosen: what is tried takes up to 10 s of processor time, and minutes on a machine that does much else."""
 
 
 @dataclass(frozen=True, slots=True)
