@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.examples import QUICK
@@ -29,9 +29,10 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ.pop(_name, None)
     os.environ.pop(_name.upper(), None)
 
-# A busy machine takes longer for an example than hypothesis' 200 ms.
-settings.register_profile("any machine", deadline=None)
-settings.register_profile(QUICK, deadline=None)
+# A busy machine takes longer for an example than hypothesis' 200 ms, and one that stands still for ten than 30 s.
+_ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("any machine", **_ANY_TIME)
+settings.register_profile(QUICK, **_ANY_TIME)
 settings.load_profile("any machine")
 
 _NEEDS_VLLM = Path(__file__).resolve().parent / "vllm"
