@@ -23,6 +23,8 @@ from tests.served_until import serve
 from tests.unit.launcher.stand_in import Fake
 
 SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
+LIMIT_S = 600.0
+"""Where it is not what the test is about: a warm-up of the stand-in takes 10 s beside six processes for each core."""
 
 
 def asked(shapes: Shapes = SHAPES, *, seed: int = 0) -> list[Request]:
@@ -58,7 +60,7 @@ def served(plan: Plan, run_dir: Path, limit_s: float, *, decode_check_s: float =
 
 
 def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Fake, tmp_path: Path) -> None:
-    said = served(fake("compile"), tmp_path, 60.0)
+    said = served(fake("compile"), tmp_path, LIMIT_S)
     (result,) = [index for index, line in enumerate(said) if line.startswith("warmed up in")]
     (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
     assert result < ready
@@ -67,7 +69,7 @@ def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Fake, 
 
 
 def test_a_group_is_sent_again_up_to_the_request_in_which_something_compiled(fake: Fake, tmp_path: Path) -> None:
-    said = served(fake("sampler"), tmp_path, 60.0)
+    said = served(fake("sampler"), tmp_path, LIMIT_S)
     (again,) = [line for line in said if line.startswith("warming up: round 2")]
     names = [each.body.keys() for each in groups_for(SHAPES, seed=0)["sampling"]]
     first = next(count for count, each in enumerate(names, 1) if "top_k" in each)
@@ -76,7 +78,7 @@ def test_a_group_is_sent_again_up_to_the_request_in_which_something_compiled(fak
 
 
 def test_one_round_is_enough_where_nothing_compiles(fake: Fake, tmp_path: Path) -> None:
-    said = served(fake("count"), tmp_path, 60.0)
+    said = served(fake("count"), tmp_path, LIMIT_S)
     assert not any(line.startswith("warming up: round 2") for line in said)
     (result,) = [line for line in said if line.startswith("warmed up in")]
     assert f"{len(asked(Shapes(max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=64)))} requests" in result
@@ -100,7 +102,7 @@ def warmed_up(kernels: Callable[[list[Any]], Kernels], known: set[str] | None = 
     sent: list[Any] = []
     client = cast(ServerClient, SimpleNamespace(generate=lambda body, timeout_s: sent.append(body)))
     options = {"pause": lambda _seconds: None, "say": lambda _line: None, **options}
-    return WarmUp([client], "m", SHAPES, lambda: kernels(sent), limit_s=60.0, **options).run(known)
+    return WarmUp([client], "m", SHAPES, lambda: kernels(sent), limit_s=LIMIT_S, **options).run(known)
 
 
 PROVING = {each.what for each in asked() if each.proves}
@@ -166,7 +168,7 @@ def test_the_ledger_has_each_kind_of_request_as_a_part_of_the_warm_up(fake: Fake
         raise Stopped
 
     with pytest.raises(Stopped):
-        serve(fake("compile"), run_dir=tmp_path, warm_up_s=60.0, on_ready=on_ready, echo=lambda _line: None)
+        serve(fake("compile"), run_dir=tmp_path, warm_up_s=LIMIT_S, on_ready=on_ready, echo=lambda _line: None)
     phases = infos[0].phases_s
     parts = {name: seconds for name, seconds in phases.items() if name.startswith("warm-up: ")}
     assert {"warm-up: sampling", "warm-up: prompts"} <= parts.keys()
@@ -175,7 +177,7 @@ def test_the_ledger_has_each_kind_of_request_as_a_part_of_the_warm_up(fake: Fake
 
 
 def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Fake, tmp_path: Path) -> None:
-    served(fake("compile"), tmp_path, 60.0)
+    served(fake("compile"), tmp_path, LIMIT_S)
     lines = (tmp_path / "server.log").read_text().splitlines()
     assert lines.count("warming") > 20
     assert "serving" not in lines
@@ -202,7 +204,7 @@ def test_without_a_limit_nothing_is_asked(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_what_is_decoded_is_compared_before_ready_and_the_proof_says_so(fake: Fake, tmp_path: Path) -> None:
-    said = served(fake(), tmp_path, 0.0, decode_check_s=20.0)
+    said = served(fake(), tmp_path, 0.0, decode_check_s=LIMIT_S)
     (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
     assert any("decode against prompt: 32 tokens at 1, 4 requests" in line for line in joined(said[ready:]))
     assert not (tmp_path / WARMING_FILE).exists()
@@ -216,7 +218,7 @@ def joined(lines: list[str]) -> list[str]:
 def test_a_server_that_decodes_something_else_is_never_ready(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(RequiredNotAppliedError, match="decode check: server: 1 requests") as refused:
-        serve(fake("misdecode"), run_dir=tmp_path, decode_check_s=20.0, echo=said.append)
+        serve(fake("misdecode"), run_dir=tmp_path, decode_check_s=LIMIT_S, echo=said.append)
     assert "--no-decode-check" in str(refused.value.hint)
     assert not any(line.startswith("ready") for line in said)
 
@@ -227,7 +229,7 @@ def test_without_the_check_it_is_ready(fake: Fake, tmp_path: Path) -> None:
 
 def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError):
-        serve(fake("fragile"), run_dir=tmp_path, warm_up_s=60.0, echo=lambda _line: None)
+        serve(fake("fragile"), run_dir=tmp_path, warm_up_s=LIMIT_S, echo=lambda _line: None)
 
 
 def test_a_marker_of_an_earlier_run_is_removed(fake: Fake, tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_no_prompt_is_in_the_prefix_cache_of_an_earlier_round() -> None:
 
 
 def test_what_workers_find_while_they_are_warmed_up_is_in_the_table(fake: Fake, tmp_path: Path) -> None:
-    said = served(fake("compared"), tmp_path, 20.0)
+    said = served(fake("compared"), tmp_path, LIMIT_S)
     (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
     assert any("passed in 1 of 2 of vLLM's graphs" in line for line in joined(said[ready:]))
 
@@ -361,6 +363,6 @@ def test_what_workers_find_while_they_are_warmed_up_is_in_the_table(fake: Fake, 
 def test_a_canary_that_fails_in_the_warm_up_ends_the_start_as_a_required_pass_does(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(RequiredNotAppliedError, match="flash_dmoe: canary before ready: a graph") as refused:
-        serve(fake("wrong"), run_dir=tmp_path, warm_up_s=20.0, echo=said.append)
+        serve(fake("wrong"), run_dir=tmp_path, warm_up_s=LIMIT_S, echo=said.append)
     assert "--disable-flash-dmoe" in str(refused.value.hint)
     assert not any(line.startswith("ready") for line in said)

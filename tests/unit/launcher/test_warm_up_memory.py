@@ -92,5 +92,5 @@ def test_the_second_start_of_a_plan_is_short_and_says_so(
 
 
 def warmed_up(plan: Plan, run_dir: Path) -> str:
-    with launch.running(plan, run_dir=run_dir, warm_up_s=60.0) as info:
+    with launch.running(plan, run_dir=run_dir, warm_up_s=600.0) as info:
         return info.warm_up
