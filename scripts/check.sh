@@ -44,13 +44,13 @@ step pyrefly check
 # where four took 201 s). A worker that is done takes tests from another: else those of the launcher, which wait most,
 # are the last of one worker alone.
 # The quick check leaves out what is slow and rarely breaks, and says so.
-selected=()
+selected=(--hypothesis-profile same)
 [ "$what" = quick ] && selected=(-m "not thorough" --hypothesis-profile quick)
-tested -n "${PYTEST_WORKERS:-4}" --dist worksteal --ignore tests/vllm ${selected[@]+"${selected[@]}"}
+tested -n "${PYTEST_WORKERS:-4}" --dist worksteal --ignore tests/vllm "${selected[@]}"
 if [ "$what" = quick ]; then
   printf '\ncheck: quick left out tests/vllm, the tests marked "thorough" and random examples (tests/examples.py); %s\n' \
     "scripts/check.sh runs all"
   exit 0
 fi
 # A fourth would have a fourth server up beside those of three.
-tested -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder tests/vllm
+tested -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "${selected[@]}" tests/vllm

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from tests.examples import QUICK
+from tests.examples import QUICK, SAME
 
 # Test workers, servers and whatever else runs share the cores. OpenMP threads that spin while they wait for each other
 # would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
@@ -33,6 +33,8 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 _ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("any machine", **_ANY_TIME)
 settings.register_profile(QUICK, **_ANY_TIME)
+# What a change broke is found by the same examples as before it; new ones are drawn wherever pytest is called by itself.
+settings.register_profile(SAME, **_ANY_TIME, derandomize=True)
 settings.load_profile("any machine")
 
 _NEEDS_VLLM = Path(__file__).resolve().parent / "vllm"

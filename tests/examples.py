@@ -1,11 +1,12 @@
-"""How many random examples a property takes: all of them, or in `scripts/check.sh quick` a quarter."""
+"""Which random examples a property takes: all, in `scripts/check.sh` the same in each run, in its quick form a quarter."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
 QUICK = "quick"
-"""The profile of `--hypothesis-profile quick`, loaded before tests are collected; tests/conftest.py registers it."""
+SAME = "same"
+"""Profiles of `--hypothesis-profile`, loaded before tests are collected; tests/conftest.py registers them."""
 
 
 def examples(full: int) -> int:
