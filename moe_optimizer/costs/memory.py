@@ -39,6 +39,8 @@ _CPU_PROCESS = round(0.75 * GIB)
 # expert that its tables have room for.
 _EPLB_WINDOW = 1000
 _EPLB_MOST_REPLICAS = 1024
+_BLOCK_TOKENS = 16
+"""vLLM's default size of a block of the cache on GPUs."""
 # Read from vLLM 0.32's sampler: logits once in the model's dtype (half), and in FP32 the logits, the
 # probabilities and the noise; half a copy more for the row buffers of its top-k kernel.
 _SAMPLER_LOGIT_COPIES = 4
@@ -92,21 +94,33 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     return replace(plan, min_devices=_min_devices(request))
 
 
-def sequence_kv_bytes(request: MemoryRequest, tokens: int) -> int:
+def sequence_kv_bytes(request: MemoryRequest, tokens: int, *, step_tokens: int | None = None) -> int:
     """Return the cache bytes that one sequence of `tokens` needs on one device, recurrent state included.
 
-    A windowed layer keeps its window plus the tokens of one forward pass, as vLLM allocates them.
+    A windowed layer keeps its window plus `step_tokens`, those of one forward pass that may all be of this sequence
+    (None: the largest), as vLLM allocates them.
     """
     attention = request.model.attention
     if not attention.num_attention_layers:
         return _state_bytes(request)
     windowed_tokens = tokens
     if attention.sliding_window is not None:
-        windowed_tokens = min(tokens, attention.sliding_window + request.max_num_batched_tokens)
+        step = request.max_num_batched_tokens if step_tokens is None else step_tokens
+        windowed_tokens = min(tokens, attention.sliding_window + step)
     full_layers = attention.num_attention_layers - attention.num_windowed_layers
     layer_tokens = full_layers * tokens + attention.num_windowed_layers * windowed_tokens
     cache = math.ceil(kv_bytes_per_token(request) * layer_tokens / attention.num_attention_layers)
     return cache + _state_bytes(request)
+
+
+def sequences_held(request: MemoryRequest, kv_cache_bytes: int, tokens: int) -> int:
+    """Return how many decoding sequences of `tokens` a cache of one device holds."""
+    return kv_cache_bytes // _decoding_kv_bytes(request, tokens)
+
+
+def _decoding_kv_bytes(request: MemoryRequest, tokens: int) -> int:
+    # Of a window vLLM keeps whole blocks, the first and the last of them in part.
+    return max(1, sequence_kv_bytes(request, tokens, step_tokens=_BLOCK_TOKENS))
 
 
 def kv_bytes_per_token(request: MemoryRequest) -> float:
@@ -223,7 +237,8 @@ def _min_devices(request: MemoryRequest) -> int | None:
 
 def _kv_tokens(request: MemoryRequest, kv_cache_bytes: int) -> int:
     # Recurrent state comes out of the same pool, once for each sequence that runs.
-    left = kv_cache_bytes - request.max_num_seqs * _state_bytes(request)
+    held = kv_cache_bytes / _decoding_kv_bytes(request, request.max_model_len or MIN_KV_TOKENS)
+    left = kv_cache_bytes - min(request.max_num_seqs, held) * _state_bytes(request)
     per_token = kv_bytes_per_token(request)
     return max(0, math.floor(left / per_token)) if per_token else 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_optimizer.costs.comm import send_us
 from moe_optimizer.costs.fp8_blocks import padded_experts
-from moe_optimizer.costs.memory import kv_bytes_per_token, plan_memory
+from moe_optimizer.costs.memory import MemoryRequest, kv_bytes_per_token, plan_memory, sequences_held
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
@@ -52,6 +52,10 @@ class Prediction:
 
 def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
     """Return the memory of one GPU of a layout."""
+    return plan_memory(_memory_request(question, layout))
+
+
+def _memory_request(question: LayoutQuestion, layout: Layout) -> MemoryRequest:
     sequences = question.memory.max_num_seqs
     if question.max_running is None:
         sequences = min(question.most_running(layout), STEP_TOKENS)
@@ -59,16 +63,14 @@ def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
     if question.fp8_blocks and expert_bits is not None:
         slices = layout.tensor_parallel_size * layout.data_parallel_size
         expert_bits *= padded_experts(question.model, slices, expert_parallel=layout.expert_parallel)
-    return plan_memory(
-        replace(
-            question.memory,
-            expert_bits=expert_bits,
-            max_num_seqs=sequences,
-            num_devices=layout.tensor_parallel_size,
-            data_parallel_size=layout.data_parallel_size,
-            expert_parallel=layout.expert_parallel,
-            pipeline_stages=layout.pipeline_parallel_size,
-        )
+    return replace(
+        question.memory,
+        expert_bits=expert_bits,
+        max_num_seqs=sequences,
+        num_devices=layout.tensor_parallel_size,
+        data_parallel_size=layout.data_parallel_size,
+        expert_parallel=layout.expert_parallel,
+        pipeline_stages=layout.pipeline_parallel_size,
     )
 
 
@@ -77,7 +79,10 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     engines = layout.num_engines
     clients = math.ceil(question.clients / engines)
     prompt, answer = question.input_tokens, question.output_tokens
-    begun, half, ended = (max(1, memory.kv_tokens // (prompt + written)) for written in (0, answer // 2, answer))
+    request, cache = _memory_request(question, layout), memory.kv_cache_bytes
+    begun, half, ended = (
+        max(1, sequences_held(request, cache, prompt + written)) for written in (0, answer // 2, answer)
+    )
     most = min(clients, question.most_running(layout))
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_optimizer.costs.comm import Group, all_reduce_us
+from moe_optimizer.costs.memory import plan_memory, sequences_held
 from moe_optimizer.costs.roofline import DecodeStep, decode_step_floor_us
 from moe_optimizer.costs.weights import DTYPE_BYTES, stored_linear_bits
 from moe_optimizer.plan_context.context import PlanContext
@@ -18,7 +19,8 @@ def full_length(ctx: PlanContext) -> int:
 
 def held_at_once(ctx: PlanContext, **memory: Any) -> int:
     """Return how many requests of their full length the cache of one device holds; `memory` as in `ctx.memory`."""
-    return ctx.memory(**memory).kv_tokens // full_length(ctx)
+    request = ctx.memory_request(**memory)
+    return sequences_held(request, plan_memory(request).kv_cache_bytes, full_length(ctx))
 
 
 def served_bits(ctx: PlanContext) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from moe_optimizer.costs.memory import (
     kv_bytes_per_token,
     plan_memory,
     sequence_kv_bytes,
+    sequences_held,
     workspace_bytes,
 )
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
@@ -128,8 +129,27 @@ def test_a_windowed_layer_stops_growing_at_its_window(qwen3_30b_a3b):
 def test_recurrent_state_is_set_aside_for_every_running_sequence(qwen3_30b_a3b):
     state = 10_000_000
     hybrid = dataclasses.replace(qwen3_30b_a3b, state_bytes_per_sequence=state)
-    without, with_state = plan_memory(request_for(qwen3_30b_a3b)), plan_memory(request_for(hybrid))
-    assert without.kv_tokens - with_state.kv_tokens == pytest.approx(256 * state / 98304, abs=1)
+    without, with_state = (plan_memory(request_for(model, max_num_seqs=16)) for model in (qwen3_30b_a3b, hybrid))
+    assert without.kv_tokens - with_state.kv_tokens == pytest.approx(16 * state / 98304, abs=1)
+
+
+def test_recurrent_state_is_set_aside_only_for_the_sequences_that_the_cache_holds(qwen3_30b_a3b):
+    # Qwen3.5 on one H100: the state of 256 sequences is more than the cache has, that of those that run is not.
+    hybrid = dataclasses.replace(qwen3_30b_a3b, state_bytes_per_sequence=100_000_000)
+    request = request_for(hybrid, max_model_len=1152)
+    plan = plan_memory(request)
+    each = 100_000_000 + 1152 * 98304
+    assert sequences_held(request, plan.kv_cache_bytes, 1152) == plan.kv_cache_bytes // each
+    assert plan.kv_tokens == pytest.approx(1152 * plan.kv_cache_bytes / each, abs=1)
+
+
+def test_a_decoding_sequence_keeps_of_a_windowed_layer_no_more_than_the_window(qwen3_30b_a3b):
+    attention = dataclasses.replace(qwen3_30b_a3b.attention, sliding_window=128, num_windowed_layers=24)
+    model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
+    cache = 10_000_000_000
+    full = sequences_held(request_for(qwen3_30b_a3b), cache, 1152)
+    assert full == cache // (1152 * 98304)
+    assert sequences_held(request_for(model), cache, 1152) == cache // ((1152 + 128 + 16) * 98304 // 2)
 
 
 def test_a_model_without_attention_has_no_growing_cache(qwen3_30b_a3b):

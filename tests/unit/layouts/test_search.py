@@ -169,6 +169,13 @@ def test_clients_beyond_the_cache_wait_and_the_first_token_comes_later():
     assert crowded.ttft_ms > 10 * roomy.ttft_ms
 
 
+def test_recurrent_state_that_is_no_room_for_all_requests_leaves_room_for_some():
+    hybrid = dataclasses.replace(qwen3_30b_a3b(), state_bytes_per_sequence=100_000_000)
+    found = rank(question(hybrid, gpus=1, clients=256), "throughput", Limits()).within[0]
+    cache = found.memory.kv_cache_bytes
+    assert found.running == cache // (100_000_000 + (512 + 64) * 98304) > 50
+
+
 def test_requests_that_lose_their_room_to_the_answers_of_others_are_read_again():
     asked = question(gpus=1, clients=256)
     crowded = rank(asked, "throughput", Limits()).within[0]
