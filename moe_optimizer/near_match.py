@@ -25,7 +25,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
         return difflib.SequenceMatcher(None, one, other).ratio()
 
     near = [each for each in known if _begins(word, each) or likeness(*_without_common_parts(word, each)) >= _NEAR]
-    return f"did you mean {max(near, key=lambda each: likeness(word, each))}?" if near else None
+    return f"did you mean {max(near, key=lambda each: (_begins(word, each), likeness(word, each)))}?" if near else None
 
 
 def _begins(word: str, known: str) -> bool:

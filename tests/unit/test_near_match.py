@@ -34,6 +34,10 @@ def test_a_mistyped_flag_has_its_near_match(word: str, near: str) -> None:
     assert (did_you_mean(word, FLAGS) or "").split()[3:] == [f"{near}?"]
 
 
+def test_a_known_word_that_begins_it_is_nearer_than_one_that_is_like_it() -> None:
+    assert did_you_mean("h200_sxm", ("h100_sxm", "h200")) == "did you mean h200?"
+
+
 @pytest.mark.parametrize(
     "word", ["--enable-nope", "--enable-everything", "--tensor-parallel-size", "--tp", "--foo", "--", "", "--e", "--x"]
 )
