@@ -49,7 +49,8 @@ EXPERT_SERIES = "MOE_OPTIMIZER_EXPERT_SERIES"
 NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS, EXPERT_SERIES,
          GOAL, CLIENTS, TTFT_MS, TPOT_MS, INPUT_TOKENS, OUTPUT_TOKENS, LAYOUT)  # fmt: skip
 GOALS = ("latency", "balanced", "throughput")
-_MOST = 16_777_216
+_MOST_CLIENTS = 1_048_576
+_MOST_TOKENS = 16_777_216
 _PREFIX = "MOE_OPTIMIZER_"
 _SECONDS_OF = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TRUE = ("1", "true", "yes", "on")
@@ -98,11 +99,11 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         calibrate_s=_seconds(CALIBRATE, environ.get(CALIBRATE, "")),
         expert_series=_boolean(EXPERT_SERIES, environ.get(EXPERT_SERIES, "")),
         goal=_one_of(GOAL, environ.get(GOAL, ""), GOALS),
-        clients=_count(CLIENTS, environ.get(CLIENTS, "")),
+        clients=_count(CLIENTS, environ.get(CLIENTS, ""), _MOST_CLIENTS),
         ttft_ms=_milliseconds(TTFT_MS, environ.get(TTFT_MS, "")),
         tpot_ms=_milliseconds(TPOT_MS, environ.get(TPOT_MS, "")),
-        input_tokens=_count(INPUT_TOKENS, environ.get(INPUT_TOKENS, "")),
-        output_tokens=_count(OUTPUT_TOKENS, environ.get(OUTPUT_TOKENS, "")),
+        input_tokens=_count(INPUT_TOKENS, environ.get(INPUT_TOKENS, ""), _MOST_TOKENS),
+        output_tokens=_count(OUTPUT_TOKENS, environ.get(OUTPUT_TOKENS, ""), _MOST_TOKENS),
         layout=environ.get(LAYOUT) or None,
     )
 
@@ -115,12 +116,13 @@ def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str | None:
     return text.strip()
 
 
-def _count(name: str, text: str) -> int | None:
+def _count(name: str, text: str, most: int) -> int | None:
     if not text.strip():
         return None
-    if not text.strip().isdecimal() or not 1 <= int(text.strip()[:9]) <= _MOST:
-        raise InputError(f"environment: {name}: got {text!r:.80}, expected a whole number from 1 to {_MOST}")
-    return int(text.strip())
+    digits = text.strip().lstrip("0")
+    if not digits.isdecimal() or len(digits) > len(str(most)) or not 1 <= int(digits) <= most:
+        raise InputError(f"environment: {name}: got {text!r:.80}, expected a whole number from 1 to {most}")
+    return int(digits)
 
 
 def _milliseconds(name: str, text: str) -> float | None:

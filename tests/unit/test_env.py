@@ -65,3 +65,10 @@ def test_disable_refuses_anything_else() -> None:
 def test_calibrate_takes_seconds(text: str) -> None:
     with pytest.raises(InputError, match=f"MOE_OPTIMIZER_CALIBRATE: .*'{text}', .*seconds"):
         env.read_environment({env.CALIBRATE: text})
+
+
+@pytest.mark.parametrize("text", ["0", "1048577", "0000000001048577", "-1", "1.5", "many"])
+def test_clients_are_bounded_as_those_of_flag_and_profile_are(text: str) -> None:
+    assert env.read_environment({env.CLIENTS: "1048576"}).clients == 1_048_576
+    with pytest.raises(InputError, match=env.CLIENTS):
+        env.read_environment({env.CLIENTS: text})
