@@ -7,6 +7,7 @@ from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.memory_fit import layers_left_do_not_fit
+from moe_optimizer.specs.quantity import bytes_in_words
 
 _UNCOUNTED = (
     "--cpu-offload-gb",
@@ -50,7 +51,7 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     if cache.max_model_len is not None and cache.max_model_len < (cache.wanted_model_len or 0):
         warnings.append(
             f"max-model-len is {cache.max_model_len} instead of {cache.wanted_model_len}: "
-            f"the cache holds {memory.kv_tokens} tokens"
+            f"the cache has {bytes_in_words(memory.kv_cache_bytes)}"
         )
     warnings += layers_left_do_not_fit(context, memory)
     warnings += [warning for decision in context.decided.values() for warning in decision.warnings]

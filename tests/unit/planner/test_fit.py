@@ -108,6 +108,14 @@ def test_a_context_that_the_cache_cannot_hold_is_cut_with_a_warning():
     assert any(re.search(f"max-model-len .*{length} .*262144", warning) for warning in plan.warnings)
 
 
+def test_a_cut_context_that_is_longer_than_what_all_requests_share_is_not_explained_by_that():
+    model = qwen3_30b_a3b(max_position=262144, state_bytes_per_sequence=100_000_000)
+    plan = make_plan(request(model, gpus("h100_sxm", 1)))
+    assert int(plan.serve_args.value("--max-model-len") or 0) > plan.memory.kv_tokens
+    (warning,) = [each for each in plan.warnings if each.startswith("max-model-len")]
+    assert str(plan.memory.kv_tokens) not in warning
+
+
 def test_more_gpus_than_there_are_is_reduced_with_a_warning():
     plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), num_gpus=8)
     assert plan.num_gpus == 2
