@@ -98,13 +98,14 @@ def sequence_kv_bytes(request: MemoryRequest, tokens: int, *, step_tokens: int |
     """Return the cache bytes that one sequence of `tokens` needs on one device, recurrent state included.
 
     A windowed layer keeps its window plus `step_tokens`, those of one forward pass that may all be of this sequence
-    (None: the largest), as vLLM allocates them.
+    (None: the largest), as vLLM allocates them; all tokens of a model with chunks of attention, for which vLLM turns
+    its hybrid cache manager off (read from vLLM 0.32's configuration).
     """
     attention = request.model.attention
     if not attention.num_attention_layers:
         return _state_bytes(request)
     windowed_tokens = tokens
-    if attention.sliding_window is not None:
+    if attention.sliding_window is not None and not attention.chunked:
         step = request.max_num_batched_tokens if step_tokens is None else step_tokens
         windowed_tokens = min(tokens, attention.sliding_window + step)
     full_layers = attention.num_attention_layers - attention.num_windowed_layers

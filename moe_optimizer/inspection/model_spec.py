@@ -98,7 +98,7 @@ def build_spec(
         weight_bytes=stored.weight_bytes,
         expert_weight_bytes=stored.expert_weight_bytes,
         dtype=quantization.dtype,
-        attention=_attention(mixers),
+        attention=_attention(mixers, chunked=config.integer("attention_chunk_size") is not None),
         kv_bytes_per_token=2 * sum(mixer.cache_elements for mixer in mixers),
         state_bytes_per_sequence=2 * sum(mixer.state_elements for mixer in mixers),
         max_position=max_position,
@@ -150,7 +150,7 @@ def _weight_bits(decoder: Decoder, quantization: Quantization) -> float:
     return quantization.stored_bits(quantised) if quantised < _SCALES_COUNT_BELOW else quantised
 
 
-def _attention(mixers: list[Mixer]) -> AttentionSpec:
+def _attention(mixers: list[Mixer], *, chunked: bool) -> AttentionSpec:
     caching = [mixer for mixer in mixers if mixer.kind in ("attention", "mla")]
     windows = [mixer.window for mixer in caching if mixer.window]
     # Layers of a kind are alike; where kinds differ (windowed beside full), the full ones are described.
@@ -164,6 +164,7 @@ def _attention(mixers: list[Mixer]) -> AttentionSpec:
         num_attention_layers=len(caching),
         num_windowed_layers=len(windows),
         has_head_norms=described is not None and described.has_head_norms,
+        chunked=chunked,
     )
 
 

@@ -41,6 +41,8 @@ class AttentionSpec:
     num_windowed_layers: int
     has_head_norms: bool
     """Whether queries and keys are normalised, with one weight vector for all query heads and one for all key heads."""
+    chunked: bool = False
+    """Whether the configuration has chunks of attention (Llama 4), for which vLLM keeps windowed layers whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,12 @@ def test_a_windowed_layer_stops_growing_at_its_window(qwen3_30b_a3b):
     assert sequence_kv_bytes(request_for(model), 1000) == sequence_kv_bytes(request_for(qwen3_30b_a3b), 1000)
 
 
+def test_vllm_keeps_all_tokens_of_a_model_with_chunks_of_attention(qwen3_30b_a3b):
+    attention = dataclasses.replace(qwen3_30b_a3b.attention, sliding_window=1024, num_windowed_layers=24, chunked=True)
+    model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
+    assert sequence_kv_bytes(request_for(model), 100_000) == sequence_kv_bytes(request_for(qwen3_30b_a3b), 100_000)
+
+
 def test_recurrent_state_is_set_aside_for_every_running_sequence(qwen3_30b_a3b):
     state = 10_000_000
     hybrid = dataclasses.replace(qwen3_30b_a3b, state_bytes_per_sequence=state)

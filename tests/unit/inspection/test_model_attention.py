@@ -43,6 +43,13 @@ def test_the_kind_of_attention_is_told_by_the_fields(
     assert (attention.sliding_window, attention.num_windowed_layers) == (window, windowed)
 
 
+@pytest.mark.parametrize(("name", "chunked"), [("llama4", True), ("gpt_oss", False)])
+def test_chunks_of_attention_are_told_from_sliding_windows(
+    name: str, chunked: bool, load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config(load_config(name)).attention.chunked is chunked
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "normalised"),
     [
