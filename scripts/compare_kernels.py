@@ -19,13 +19,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -107,26 +110,30 @@ def extracted(commit: str, folder: Path) -> Path:
 
 def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> Counter[str]:
     """Return the digests of all kernels' PTX, or of their machine code."""
-    found: Counter[str] = Counter()
-    for source in sorted((csrc / "launch").glob("*.cu")):
-        if source.name in _WITHOUT_TABLES:
-            continue
+
+    def digests_of(source: Path) -> list[str]:
         if cuobjdump is None:
-            found.update(digests(compiled(source, csrc, "-ptx").decode()))
-        else:
-            found.update(machine_digests(disassembled(compiled(source, csrc, "-cubin"), cuobjdump)))
-    return found
+            return digests(compiled(source, csrc, "-ptx").decode())
+        return machine_digests(disassembled(compiled(source, csrc, "-cubin"), cuobjdump))
+
+    sources = [each for each in sorted((csrc / "launch").glob("*.cu")) if each.name not in _WITHOUT_TABLES]
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        return Counter(itertools.chain.from_iterable(compilers.map(digests_of, sources)))
 
 
 def compiled(source: Path, csrc: Path, form: str) -> bytes:
-    """Compile one source for sm_90a, as csrc/compile_cuda.py does; `form` is nvcc's -ptx or -cubin."""
+    """Compile one source for sm_90a, as csrc/compile_cuda.py does; `form` is nvcc's -ptx or -cubin.
+
+    At the same addresses each time: of where its data lie nvcc makes an order of instructions, so that a kernel's PTX
+    was not that of the same source a minute ago.
+    """
     nvcc = build_info().find_nvcc()
     if nvcc is None:
         raise SystemExit("compare_kernels: nvcc not found; set CUDA_HOME")
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "kernels"
         command = [
-            nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", form, str(source),
+            "setarch", "--addr-no-randomize", nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", form, str(source),
             "-o", str(output),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
@@ -163,7 +170,7 @@ def plain(entry: str) -> str:
     """Return a kernel's PTX without names, label numbers, comments, debug directives and places of parameters.
 
     A parameter is named by when it is read first: a field that other kernels need moves those behind it. A register is
-    numbered by when it is named first: nvcc does not number those of one source the same way every time.
+    numbered by when it is named first.
     """
     text = _PARAMETER_BYTES.sub(r"\1[]", entry)
     bases = {found[2].partition("+")[0] for found in _PARAMETER.finditer(text)}
