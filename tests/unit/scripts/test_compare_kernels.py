@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -153,3 +155,12 @@ def test_machine_code_is_compared_by_its_instructions_and_their_order() -> None:
     for other in (MACHINE_CODE.replace("ULDC.U8", "ULDC"), MACHINE_CODE.replace("0x4,", "0x8,"), swapped):
         assert compare_kernels.machine_digests(MACHINE_CODE) != compare_kernels.machine_digests(other)
     assert len(compare_kernels.machine_digests(MACHINE_CODE + MACHINE_CODE)) == 2
+
+
+def test_the_tables_that_ship_are_of_the_kernels_that_ship() -> None:
+    sources = write_kernel_speeds.build_info().device_sources("cuda")
+    tables = [table for path in sorted(shipped_dir().glob("*.json")) for table in read_tables(path)]
+    assert tables
+    assert {table.kernel_hash for table in tables} == {sources}, (
+        "plans ignore them all: compare_kernels.py with the commit of the tables, then write_kernel_speeds.py"
+    )
