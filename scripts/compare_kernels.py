@@ -133,7 +133,8 @@ def compiled(source: Path, csrc: Path, form: str) -> bytes:
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "kernels"
         command = [
-            "setarch", "--addr-no-randomize", nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", form, str(source),
+            "setarch", "--addr-no-randomize",
+            nvcc, "-std=c++17", "-O3", "-arch=sm_90a", f"-I{csrc}", f"-I{csrc / 'include'}", form, str(source),
             "-o", str(output),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
