@@ -10,7 +10,7 @@ from typing import Literal
 from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.vllm_plugin.drift import Seam
 
-_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
 """Chosen: what is tried takes up to 10 s of processor time, and minutes on a machine that does much else."""
 
 
@@ -42,10 +42,10 @@ def why_python_fails(*words: str) -> str:
     command = python_command(*words)
     try:
         tried = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=python_environment()
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=python_environment()
         )
     except subprocess.TimeoutExpired:
-        return f"no end within {_TIMEOUT_S:.0f} s"
+        return f"no end within {TIMEOUT_S:.0f} s"
     if tried.returncode < 0:
         return f"signal {signal.Signals(-tried.returncode).name}"
     return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1] if tried.returncode else ""

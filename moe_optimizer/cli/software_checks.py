@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer import env
 from moe_optimizer.child_process import python_command, python_environment
-from moe_optimizer.cli.check import Check, why_python_fails
+from moe_optimizer.cli.check import TIMEOUT_S, Check, why_python_fails
 from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
@@ -56,26 +56,33 @@ def _kernels() -> Check:
         cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)})"
     else:
         cuda = f"no CUDA kernels: {inventory.cuda_why_not}" if inventory.cuda_why_not else "no CUDA kernels"
-    if _is_stale(inventory):
+    stale = _is_stale(inventory)
+    if stale:
         return Check("kernels", "note", "csrc/ or the compiler has changed since the build",
                      "run: moe-optimizer build")  # fmt: skip
     why_not = _why_not_loadable()
     if why_not:
         return Check("kernels", "missing", f"built, but cannot be loaded: {why_not}", "run: bash build.sh --clean")
+    if stale is None:
+        return Check("kernels", "note", f"built; no word within {TIMEOUT_S:.0f} s whether csrc/ has changed since",
+                     "run moe-optimizer doctor again when the machine has less to do")  # fmt: skip
     return Check("kernels", "ok", f"cpu: {', '.join(inventory.cpu_ops) or 'none'}; {cuda}")
 
 
-def _is_stale(inventory: KernelInventory) -> bool:
-    """Return whether build.sh would compile again; False without sources or compiler."""
+def _is_stale(inventory: KernelInventory) -> bool | None:
+    """Return whether build.sh would compile again; False without sources or compiler, None if that takes too long."""
     script = SOURCES / "build_info.py"
     compiler = find_compiler()
     if compiler is None or not script.is_file():
         return False
     archs = ",".join(inventory.cuda_archs) or _DEFAULT_ARCHS
     command = python_command(str(script), "hash", "--compiler", compiler, "--cuda-archs", archs)
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=python_environment()
-    )
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=python_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return None
     return finished.returncode == 0 and finished.stdout.strip() != inventory.source_hash
 
 

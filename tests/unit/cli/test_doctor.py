@@ -92,6 +92,13 @@ def test_kernels_of_other_sources_are_a_note(
     assert (check.status, "csrc/" in check.detail) == (status, status == "note")
 
 
+def test_sources_that_cannot_be_compared_in_time_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "build_info.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
+    monkeypatch.setattr(software_checks, "TIMEOUT_S", 0.1)
+    check = software(monkeypatch, kernels=BUILT)["kernels"]
+    assert (check.status, "csrc/" in check.detail, bool(check.hint)) == ("note", True, True)
+
+
 @pytest.mark.parametrize("has_sources", [True, False])
 def test_build_tools_are_looked_for_only_beside_the_kernels_sources(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_sources: bool
