@@ -33,7 +33,7 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 _ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("any machine", **_ANY_TIME)
 settings.register_profile(QUICK, **_ANY_TIME)
-# What a change broke is found by the same examples as before it; new ones are drawn wherever pytest is called by itself.
+# What a change broke is found by the same examples as before it; new ones are drawn where pytest is called by itself.
 settings.register_profile(SAME, **_ANY_TIME, derandomize=True)
 settings.load_profile("any machine")
 

@@ -1,4 +1,4 @@
-"""Which random examples a property takes: all, in `scripts/check.sh` the same in each run, in its quick form a quarter."""
+"""Which random examples a property takes: all, `scripts/check.sh` the same each time, in its quick form a quarter."""
 
 from __future__ import annotations
 
