@@ -13,7 +13,7 @@ from moe_optimizer.cli.experts import read_source
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
 from moe_optimizer.launcher.launch import ServerInfo
-from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad
+from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad
 
 PROMPT = tuple(range(100, 117))
 MAX_TOKENS = 9
@@ -57,7 +57,7 @@ def count_one_request(info: ServerInfo) -> Counted:
             for old, new in zip(before.layers, after.layers, strict=True)
         ),
         merged=merged,
-        parts=len(list((info.run_dir / "expert_load").glob("*.json"))),
+        parts=len(list((info.run_dir / PARTS_DIR).glob("*.json"))),
         # On /metrics a model has the name that it is served by, as in vLLM's own metrics.
         on_metrics=dataclasses.replace(read_source(info.base_url), model=merged.model),
     )
@@ -67,15 +67,18 @@ def _settled(run_dir: Path, *, more_than: int) -> ExpertLoad:
     """Return the counts once they have more steps than that and no longer change: they are written every 3 seconds.
 
     Unchanged at 25 looks in a row, not for a time: what keeps this process from looking keeps the server from writing.
+    A write that waits for the disk is no such look. The time of the last step is not asked: steps without tokens, as
+    vLLM makes after each request, are counted there and not written here.
     """
     deadline, last, unchanged = time.monotonic() + _SETTLE_S, None, 0
     while time.monotonic() < deadline:
         time.sleep(0.2)
+        writes = [*run_dir.glob(f".{LOAD_FILE}.*.tmp"), *run_dir.glob(f"{PARTS_DIR}/.*.tmp")]
         try:
             load = read_run_load(run_dir)
         except InputError:
             load = None
-        unchanged = unchanged + 1 if load == last else 0
+        unchanged = unchanged + 1 if load == last and not writes else 0
         last = load
         if last is not None and last.steps > more_than and unchanged >= 25:
             return last
