@@ -29,6 +29,8 @@ class Moment:
     """That share the page, each with a KV cache of its own (data parallelism)."""
     model: str = ""
     """The name under which the model is served; "" where no metric has one."""
+    plan: str = ""
+    """Digest of the plan that is served; "" without our plugin."""
     passes: Mapping[str, str] = field(default_factory=dict)
     """Pass -> the state that every worker has reached: "not_applied", "applied" or "ran"; empty without our plugin."""
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +62,7 @@ def read_moment(page: str, *, seconds: float) -> Moment:
     passes: dict[str, str] = {}
     imbalance: dict[int, float] = {}
     kernels: dict[str, str] = {}
-    model, after_ready, engines = "", None, 0
+    model, plan, after_ready, engines = "", "", None, 0
     for sample in (each for prefix in _PREFIXES for each in samples(page, prefix)):
         name, labels, value = sample.name, sample.labels, sample.value
         model = model or labels.get("model_name", "")
@@ -74,6 +76,8 @@ def read_moment(page: str, *, seconds: float) -> Moment:
         engines += name == RUNNING
         if name == f"{_OURS}pass_state" and value == 1:
             passes[labels["pass"]] = labels["state"]
+        elif name == f"{_OURS}build_info":
+            plan = labels["plan"]
         elif name == f"{_OURS}kernel_range":
             kernels[f"{labels['tokens']} tokens, {labels['weights']}"] = labels["kernel"]
         elif name == f"{_OURS}compilations_total" and labels["when"] == _AFTER_READY:
@@ -86,6 +90,7 @@ def read_moment(page: str, *, seconds: float) -> Moment:
         buckets=buckets,
         engines=max(engines, 1),
         model=model,
+        plan=plan,
         passes=passes,
         kernels=kernels,
         after_ready=after_ready,

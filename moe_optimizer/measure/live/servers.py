@@ -26,13 +26,15 @@ class LiveServer:
     name: str
     """Such as "server" or "prefill server"."""
     client: ServerClient
+    plan: str = ""
+    """Digest of the plan that it serves; "": any."""
 
     def moment(self) -> Moment:
         """Ask for the metrics.
 
         Raises:
             ServerFailedError: the server does not answer.
-            InputError: what answers is no vLLM server.
+            InputError: what answers is no vLLM server, or serves another plan.
         """
         url = self.client.base_url
         try:
@@ -44,6 +46,11 @@ class LiveServer:
             raise InputError(f"{url}/metrics: not a metrics page: {error}") from None
         if RUNNING not in moment.totals:
             raise InputError(f"{url}/metrics: got no metrics of vLLM", hint="is this the URL of a vLLM server?")
+        if self.plan and moment.plan not in ("", self.plan):
+            raise InputError(
+                f"{url}: serves plan {moment.plan}, expected {self.plan}",
+                hint="another server has this address by now: give its URL or its run folder",
+            )
         return moment
 
 
@@ -65,5 +72,6 @@ def servers_of(source: str) -> Sequence[LiveServer]:
     folder = Path(source)
     if not (folder / PLAN_FILE).is_file():
         raise InputError(f"{source}: no {PLAN_FILE} in it", hint="give the URL of a server, or the run folder of serve")
-    deployment = Deployment(Plan.load(folder / PLAN_FILE), RunFolder(folder))
-    return tuple(LiveServer(name=each.title, client=each.client) for each in deployment.servers)
+    plan = Plan.load(folder / PLAN_FILE)
+    servers = Deployment(plan, RunFolder(folder)).servers
+    return tuple(LiveServer(name=each.title, client=each.client, plan=plan.digest) for each in servers)

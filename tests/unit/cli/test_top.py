@@ -15,6 +15,7 @@ import pytest
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.top_view import rendered
 from moe_optimizer.measure.live.activity import Activity, LiveActivity, ServerActivity, Times
+from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.free_ports import free_port
 
 PAGE = """\
@@ -29,7 +30,7 @@ moe_optimizer_compilations_total{{model_name="chat",rank="0",when="after_ready"}
 
 
 @contextlib.contextmanager
-def serving(page: str) -> Iterator[str]:
+def serving(page: str, *, port: int = 0) -> Iterator[str]:
     """Serve a metrics page, in which each answer has 100 tokens more."""
     tokens = itertools.count(0, 100)
 
@@ -44,7 +45,7 @@ def serving(page: str) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
             """Say nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with HTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -80,6 +81,21 @@ def test_what_is_no_server_of_vllm_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert main(["top"]) == 2
     assert main(["top", str(tmp_path)]) == 2
     assert "plan.json" in capsys.readouterr().err.splitlines()[-3]
+
+
+@pytest.mark.parametrize("serves", ["the run's plan", "another plan", "no plan"])
+def test_a_run_whose_address_another_plan_serves_by_now_is_refused(
+    serves: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    plan = made_plan(tiny_moe(), cpu_machine(), port=port)
+    (tmp_path / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    info = 'moe_optimizer_build_info{{{{model_name="chat",plan="{}"}}}} 1.0\n'
+    added = {"the run's plan": info.format(plan.digest), "another plan": info.format("0123"), "no plan": ""}
+    with serving(PAGE + added[serves], port=port):
+        code = main(["top", str(tmp_path), "--interval", "0.05"])
+    assert code == (2 if serves == "another plan" else 0)
+    assert ("0123" in capsys.readouterr().err) == (code == 2)
 
 
 def test_a_server_that_does_not_answer_is_a_failed_server() -> None:
