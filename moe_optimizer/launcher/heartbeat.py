@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import psutil
 
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.traffic import Traffic, read_traffic
 from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.step_count import Steps, read_steps
 from moe_optimizer.specs.quantity import number_of
 
 WARN_AFTER_S = 10.0
@@ -25,6 +27,7 @@ class Heartbeat:
         client: of the server.
         read: reads its counters: None where it publishes none.
         named: what messages call the process that answers.
+        run_dir: where its workers count their steps; None: they are not looked at.
     """
 
     def __init__(
@@ -33,11 +36,14 @@ class Heartbeat:
         *,
         read: Callable[[ServerClient], Mapping[str, Traffic] | None] = read_traffic,
         named: str = "API server",
+        run_dir: Path | None = None,
     ) -> None:
-        self._client, self._read, self._named = client, read, named
+        self._client, self._read, self._named, self._run_dir = client, read, named, run_dir
         self._progress_at = {"": time.monotonic()}
         self._warned = False
         self._answers = True
+        self._steps: tuple[Steps, ...] = ()
+        """Those of the workers when it did not answer last."""
         self._engines: Mapping[str, Traffic] = {}
         self.counts = True
         """Whether the server publishes the counters."""
@@ -55,14 +61,18 @@ class Heartbeat:
     def beat(self) -> float:
         """Read the counters; return for how many seconds an engine has had requests and made no progress with them.
 
-        A server that does not answer makes none. One that was paused or put to sleep has nothing to do.
+        A server that does not answer makes none, unless its workers make steps: it only has too much to do then. One
+        that was paused or put to sleep has nothing to do.
         """
         before = self._engines
         try:
             found = self._read(self._client)
             self._engines, self.counts, self._answers = found or {}, found is not None, True
         except (OSError, ValueError):
-            self._answers = False
+            steps = () if self._run_dir is None else tuple(read_steps(self._run_dir))
+            if not self._answers and steps != self._steps:
+                self._progress_at = dict.fromkeys(self._progress_at, time.monotonic())
+            self._answers, self._steps = False, steps
         else:
             now = time.monotonic()
             gets_on = {name: now for name, traffic in self._engines.items() if _gets_on(before.get(name), traffic)}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moe_optimizer.errors import ExitCode, MoeOptimizerError
 from moe_optimizer.launcher.heartbeat import Heartbeat
-from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.specs.quantity import number_of
 
@@ -24,15 +23,15 @@ class Served:
         self._ready_at: float | None = None
         self._earlier = self._before = 0
 
-    def begin(self, clients: Sequence[ServerClient], *, together: bool) -> None:
+    def begin(self, heartbeats: Sequence[Heartbeat], *, together: bool) -> None:
         """Count from now on, for the first time or after a restart.
 
         Args:
-            clients: one for each server.
+            heartbeats: one for each server.
             together: each request passes through all of them.
         """
         self._earlier += self._requests() - self._before
-        self.heartbeats = [Heartbeat(client) for client in clients]
+        self.heartbeats = heartbeats
         self._together = together
         self._ready_at = self._ready_at or time.monotonic()
         self._read()

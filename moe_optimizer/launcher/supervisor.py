@@ -171,7 +171,7 @@ class Supervisor:
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
         self._served.begin(
-            [server.client for server in self._deployment.servers],
+            [Heartbeat(server.client, run_dir=server.folder.path) for server in self._deployment.servers],
             together=self._plan.decision("disaggregation").status is Status.ON,
         )
         self._ready = True

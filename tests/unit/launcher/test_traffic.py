@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.served import Served
 from moe_optimizer.launcher.traffic import Traffic, read_traffic
 from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.step_count import StepCount
 
 PAGE = """\
 vllm:num_requests_running{engine="0"} 2.0
@@ -116,12 +118,28 @@ def test_a_server_that_does_not_answer_makes_no_progress_and_is_warned_of_once()
     assert "API server 4 " in beat.in_words(12, 4, ())
 
 
+def test_a_server_too_busy_to_answer_makes_progress_while_its_workers_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    worker = Proof(role="worker", rank=0, pid=90, plan_digest="", versions={})
+    count = StepCount(tmp_path, worker)
+    beat = Heartbeat(client(PAGE % (10, "0.1"), *[None] * 12), run_dir=tmp_path)
+    beat.beat()
+    for _ in range(6):
+        count.step()
+        stalled_s = beat.beat()
+    assert stalled_s < 30
+    assert [beat.beat() for _ in range(6)][-1] > stalled_s + 50
+
+
 def test_the_sum_leaves_out_what_came_before_and_counts_a_shared_request_once() -> None:
     for together, asked in ((False, 10), (True, 5)):
         said: list[str] = []
         served = Served()
         with served.summed_up(said.append):
-            served.begin([client(PAGE % (10, "0"), PAGE % (15, "0")) for _ in range(2)], together=together)
+            served.begin([Heartbeat(client(PAGE % (10, "0"), PAGE % (15, "0"))) for _ in range(2)], together=together)
             finishing = served.to_finish(30.0)
         assert finishing.startswith(f": finishing {6 if together else 12} requests, up to 30 s")
         assert said[-1].endswith(f", {asked} requests, exit code 0")
@@ -131,9 +149,9 @@ def test_the_sum_goes_on_over_a_restart() -> None:
     said: list[str] = []
     served = Served()
     with served.summed_up(said.append):
-        served.begin([client(PAGE % (10, "0"), PAGE % (15, "0"))], together=False)
+        served.begin([Heartbeat(client(PAGE % (10, "0"), PAGE % (15, "0")))], together=False)
         served.to_finish(30.0)
         served.restarts += 1
-        served.begin([client(PAGE % (0, "0"), PAGE % (2, "0"))], together=False)
+        served.begin([Heartbeat(client(PAGE % (0, "0"), PAGE % (2, "0")))], together=False)
         served.to_finish(30.0)
     assert said[-1].endswith(", 7 requests, 1 restart, exit code 0")
