@@ -291,7 +291,7 @@ def _question(load: Load) -> LayoutQuestion:
     files = sorted(shipped_dir().glob("*.json"))
     return LayoutQuestion(
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
-        input_tokens=load.input_tokens, output_tokens=load.output_tokens, step_tokens=load.step_tokens,
+        input_tokens=load.input_tokens, output_tokens=load.output_tokens,
         max_running=load.max_running, even_routing=True, api_servers=load.api_servers,
         prompt_graphs=load.prompt_graphs,
         rounds=load.requests / load.clients, load=_routing(load),

@@ -18,10 +18,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from moe_optimizer.plan.layout_choice import OtherEstimate
+from moe_optimizer.plan.pass_params import SchedulerParams
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.layout_choice import LayoutChoice
-    from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.plan import Plan
 
 _PREDICTORS = {
     "aisimulate": ("AISimulate", "aisimulate.legacy_cli.api"),
@@ -30,7 +31,6 @@ _PREDICTORS = {
 """Package -> its name, and its module with the call that both have. The successor first."""
 _SYSTEMS = {"h100_sxm": "h100_sxm", "h200": "h200_sxm", "a100_80gb": "a100_sxm", "b200": "b200_sxm"}
 """Our GPU -> its system."""
-_STEP_TOKENS = 8192
 _MOST = 0.25
 """A difference above which the plan says that the two disagree."""
 
@@ -53,6 +53,7 @@ def with_other_estimate(plan: Plan) -> Plan:
 
 def _ask(package: str, plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
     layout, ours = choice.layout, choice.estimate
+    step = plan.decision("scheduler").params_as(SchedulerParams)
     title, module = _PREDICTORS[package]
     engines = layout.replicas * layout.data_parallel_size
     batch = max(1, math.ceil(choice.clients / engines) - ours.waiting)
@@ -69,7 +70,7 @@ def _ask(package: str, plan: Plan, choice: LayoutChoice, system: str) -> OtherEs
                 isl=plan.workload.input_tokens,
                 osl=plan.workload.output_tokens,
                 batch_size=batch,
-                ctx_tokens=_STEP_TOKENS,
+                ctx_tokens=step.max_num_batched_tokens,
                 tp_size=layout.tensor_parallel_size,
                 pp_size=layout.pipeline_parallel_size,
                 attention_dp_size=layout.data_parallel_size,

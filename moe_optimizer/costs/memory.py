@@ -94,6 +94,11 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     return replace(plan, min_devices=_min_devices(request))
 
 
+def cache_bytes(request: MemoryRequest) -> int:
+    """Return the bytes that are left for the cache on the fullest device."""
+    return max(0, _budget(request) - _weight_bytes(request) - activation_bytes(request) - workspace_bytes(request))
+
+
 def sequence_kv_bytes(request: MemoryRequest, tokens: int, *, step_tokens: int | None = None) -> int:
     """Return the cache bytes that one sequence of `tokens` needs on one device, recurrent state included.
 
@@ -184,7 +189,12 @@ def _load_balancer_bytes(request: MemoryRequest) -> int:
     return math.ceil(on_device / layers) + window + places
 
 
-def _plan_for(request: MemoryRequest) -> MemoryPlan:
+def _budget(request: MemoryRequest) -> int:
+    return math.floor(request.device_bytes * request.gpu_memory_utilization)
+
+
+def _weight_bytes(request: MemoryRequest) -> int:
+    """Return the weights of the fullest device."""
     model = request.model
     parts = weight_parts(model, expert_bits=request.expert_bits, linear_bits=request.linear_bits)
     weights = device_weight_bytes(
@@ -199,14 +209,17 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
     vocabulary = parts.vocabulary / request.num_devices
     weights = math.ceil(vocabulary + (weights - vocabulary) * _stage_share(request))
     # What drafts is split like the model, and lies on the last stage.
-    weights += math.ceil(request.draft_weight_bytes / request.num_devices)
-    budget = math.floor(request.device_bytes * request.gpu_memory_utilization)
+    return weights + math.ceil(request.draft_weight_bytes / request.num_devices)
+
+
+def _plan_for(request: MemoryRequest) -> MemoryPlan:
+    budget, weights = _budget(request), _weight_bytes(request)
     activations = activation_bytes(request)
     workspace = workspace_bytes(request)
     room = budget - weights - activations - workspace
     wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
     splits, _ = splits_over(
-        model,
+        request.model,
         request.num_devices,
         expert_parallel=request.expert_parallel,
         data_parallel_size=request.data_parallel_size,

@@ -15,7 +15,7 @@ from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUB
 from moe_optimizer.layouts.expert_tiles import L2_BYTES, reads_of_an_expert
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.expert_load import ExpertLoad
-from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape
+from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, token_ranges
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -126,18 +126,10 @@ class ExpertTimes:
 
 def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
     """Return what computes the times of a layout's experts."""
-    model, devices = question.model, layout.devices_of_stage
+    devices = layout.devices_of_stage
     whole = layout.expert_parallel and devices > 1
-    # Chosen: ours run for data parallel copies too, but how fast was not measured, so vLLM's are counted there. With
-    # ours the fit would take copies where AIConfigurator gives slices 15 % more.
-    ours = question.our_kernels and layout.data_parallel_size == 1
-    shape = LayerShape(
-        hidden_size=model.expert_hidden_size,
-        intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
-        num_experts=-(-model.num_experts // devices) if whole else model.num_experts,
-        num_global_experts=model.num_experts,
-        top_k=model.top_k,
-    )
+    ours = _ours(question, layout)
+    shape = _shape(question, layout)
     table = _table(question, shape)
     return ExpertTimes(
         question=question,
@@ -148,6 +140,32 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         related=_related(question, shape, ours=ours) if table is None else None,
         ours=ours,
         shares=() if question.load is None else _mean_shares(question.load),
+    )
+
+
+def ours_up_to(question: LayoutQuestion, layout: Layout) -> int:
+    """Return the most tokens of a step for which our kernels were measured to be faster; 0: none, or nothing was."""
+    table = _table(question, _shape(question, layout)) if _ours(question, layout) else None
+    ranges = token_ranges(table.rows) if table is not None else ()
+    return ranges[-1].up_to if ranges else 0
+
+
+def _ours(question: LayoutQuestion, layout: Layout) -> bool:
+    # Chosen: ours run for data parallel copies too, but how fast was not measured, so vLLM's are counted there. With
+    # ours the fit would take copies where AIConfigurator gives slices 15 % more.
+    return question.our_kernels and layout.data_parallel_size == 1
+
+
+def _shape(question: LayoutQuestion, layout: Layout) -> LayerShape:
+    """Return the layer as one GPU holds it."""
+    model, devices = question.model, layout.devices_of_stage
+    whole = layout.expert_parallel and devices > 1
+    return LayerShape(
+        hidden_size=model.expert_hidden_size,
+        intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
+        num_experts=-(-model.num_experts // devices) if whole else model.num_experts,
+        num_global_experts=model.num_experts,
+        top_k=model.top_k,
     )
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from moe_optimizer.costs.memory import MemoryRequest
+from moe_optimizer.costs.step_size import StepRule
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
@@ -13,7 +14,7 @@ from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
 
 STEP_TOKENS = 8192
-"""vLLM's own default of tokens in a step of a server on a GPU with much memory."""
+"""vLLM's own default of tokens in a step of a server on a GPU with much memory, with which loads were measured."""
 _MORE_THAN_ITS_SHARE = 1.25
 """Chosen: requests are dealt in turns and differ in length, so an engine may have more of them than another."""
 _MOST_REQUESTS = 1024
@@ -32,6 +33,8 @@ class LayoutQuestion:
 
     memory: MemoryRequest
     """What one GPU holds when it serves alone; each layout changes its sizes."""
+    steps: StepRule | None = None
+    """How many tokens a step of each layout has; None: as `memory` says."""
     gpu: GpuSpec
     gpus_per_machine: int
     num_machines: int = 1
@@ -43,7 +46,6 @@ class LayoutQuestion:
     output_tokens: int
     max_running: int | None
     """Most requests that an engine decodes at once (vLLM's --max-num-seqs); None: see `requests_of_engine`."""
-    step_tokens: int = STEP_TOKENS
     expert_bits: float
     linear_bits: float
     fp8_blocks: bool = False

@@ -1,8 +1,8 @@
 """Predicts a closed loop of clients on a layout: time per output token, time to first token, tokens a second.
 
-As many requests run as the cache holds; the other clients wait. Those that run are read and answered in waves: their
-prompts are read in steps of at most `step_tokens`, while requests whose prompts are read already go on, slower. vLLM
-takes in whatever prompt has room; what the answers then leave no room for it drops, and reads again.
+As many requests run as the cache holds; the other clients wait. Those that run are read and answered in waves: as many
+prompts are read as a step has tokens for, while requests whose prompts are read already go on, slower. vLLM takes in
+whatever prompt has room; what the answers then leave no room for it drops, and reads again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from moe_optimizer.costs.comm import send_us
 from moe_optimizer.costs.fp8_blocks import padded_experts
 from moe_optimizer.costs.memory import MemoryRequest, kv_bytes_per_token, plan_memory, sequences_held
 from moe_optimizer.layouts import constants as fitted
-from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
+from moe_optimizer.layouts.experts import ours_up_to
+from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.layout import Layout
@@ -56,14 +57,14 @@ def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
 
 
 def _memory_request(question: LayoutQuestion, layout: Layout) -> MemoryRequest:
-    sequences = question.memory.max_num_seqs
-    if question.max_running is None:
-        sequences = min(question.most_running(layout), STEP_TOKENS)
+    sequences = question.memory.max_num_seqs if question.max_running is not None else question.most_running(layout)
+    if question.steps is not None and question.steps.given is not None:
+        sequences = min(sequences, question.steps.given)
     expert_bits = question.memory.expert_bits
     if question.fp8_blocks and expert_bits is not None:
         slices = layout.tensor_parallel_size * layout.data_parallel_size
         expert_bits *= padded_experts(question.model, slices, expert_parallel=layout.expert_parallel)
-    return replace(
+    request = replace(
         question.memory,
         expert_bits=expert_bits,
         max_num_seqs=sequences,
@@ -72,21 +73,35 @@ def _memory_request(question: LayoutQuestion, layout: Layout) -> MemoryRequest:
         expert_parallel=layout.expert_parallel,
         pipeline_stages=layout.pipeline_parallel_size,
     )
+    if question.steps is None:
+        return request
+    size = question.steps.choose(request, decoding=sequences, ours_up_to=ours_up_to(question, layout))
+    return replace(request, max_num_batched_tokens=size.tokens)
 
 
-def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Prediction:
-    """Return what a layout that fits does."""
+def predict(
+    question: LayoutQuestion, layout: Layout, memory: MemoryPlan, *, request: MemoryRequest | None = None
+) -> Prediction:
+    """Return what a layout that fits does.
+
+    Args:
+        question: the load.
+        layout: one that fits.
+        memory: that of its GPUs.
+        request: what `memory` was planned from; None: what the search assumes of the layout.
+    """
     engines = layout.num_engines
     clients = math.ceil(question.clients / engines)
     prompt, answer = question.input_tokens, question.output_tokens
-    request, cache = _memory_request(question, layout), memory.kv_cache_bytes
+    request, cache = request or _memory_request(question, layout), memory.kv_cache_bytes
     begun, half, ended = (
         max(1, sequences_held(request, cache, prompt + written)) for written in (0, answer // 2, answer)
     )
     most = min(clients, question.most_running(layout))
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
-    loop = _Loop(question, StepModel(question, layout), running, _beside(question, layout), dropped)
+    model, step_tokens = StepModel(question, layout), request.max_num_batched_tokens
+    loop = _Loop(question, model, running, _beside(question, layout), dropped, step_tokens=step_tokens)
     api_servers = question.api_servers or loop.api_servers()
     times = loop.times(api_servers / layout.data_parallel_size)
     waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
@@ -131,7 +146,16 @@ class _Times:
 class _Loop:
     """`running` requests of one engine, again and again; `dropped` of them are read twice."""
 
-    def __init__(self, question: LayoutQuestion, model: StepModel, running: int, beside: float, dropped: int) -> None:
+    def __init__(
+        self,
+        question: LayoutQuestion,
+        model: StepModel,
+        running: int,
+        beside: float,
+        dropped: int,
+        *,
+        step_tokens: int,
+    ) -> None:
         self.model, self._question, self._running, self._dropped = model, question, running, dropped
         layout, stages = model.layout, model.layout.pipeline_parallel_size
         prompt, answer = question.input_tokens, question.output_tokens
@@ -141,7 +165,7 @@ class _Loop:
         self.decoding = Tokens(group, prompt + answer / 2)
         self._write_us = model.step_us(self.decoding)
         busy = 0.0 if layout.disaggregated else group / 2
-        self._room = max(1.0, question.step_tokens - busy)
+        self._room = max(1.0, step_tokens - busy)
         # The first request to arrive is read alone, those that follow it together.
         self._alone = math.ceil(prompt / self._room)
         self._alone_us = self._alone * model.step_us(Tokens(0, 0, prompt / self._alone, prompt)) / stages

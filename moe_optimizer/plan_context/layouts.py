@@ -8,9 +8,9 @@ from typing import NoReturn
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.layouts.candidates import why_not_shape
-from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
+from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank, why_behind
-from moe_optimizer.layouts.serving import Prediction, memory_of
+from moe_optimizer.layouts.serving import Prediction, memory_of, predict
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -24,11 +24,12 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_model_does_not_fit,
     why_not_built,
 )
-from moe_optimizer.plan_context.graph_arguments import prompts_have_graphs
+from moe_optimizer.plan_context.graph_arguments import argument_against_graphs, is_eager, prompts_have_graphs
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
+from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
-from moe_optimizer.specs.quantity import bytes_in_words
+from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 _SHOWN = 5
 _DIGITS = 4
@@ -106,20 +107,49 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
     return dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes={**ctx.request.wishes, **wishes}))
 
 
+def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: MemoryPlan) -> LayoutChoice | None:
+    """Return the choice with its layout predicted again, with what the passes decided of requests, steps and memory.
+
+    The search knows of steps what the scheduler does, and nothing of what drafts tokens, of replicas of experts or of
+    our kernels' buffers.
+
+    Args:
+        asked: the context that the layout was chosen in.
+        decided: the same with all decisions.
+        memory: of a GPU under them; it fits.
+    """
+    choice = decided.layout_choice
+    if choice is None:
+        return None
+    question = dataclasses.replace(
+        layout_question(asked), max_running=decided.scheduler.max_num_seqs, api_servers=choice.estimate.api_servers
+    )
+    request = decided.memory_request(**decided.memory_terms(decided.kv_cache.kv_bits))
+    prediction = predict(question, choice.layout, memory, request=request)
+    return dataclasses.replace(
+        choice, estimates=(_estimate(prediction, ""), *choice.estimates[1:]), parts_us=_parts_us(prediction)
+    )
+
+
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
     """Return what the search is asked; weights that FP8 or four bits will convert count as converted."""
     request = ctx.request
     converted = _converted_bits(ctx)
     expert_bits, linear_bits = served_bits(ctx) if converted is None else converted
-    load = request.expert_load
+    load, steps = request.expert_load, step_rule(ctx)
+    # Without the scheduler pass vLLM takes as many requests as it does by itself.
+    most_running = None if ctx.batch_is_of_clients else ctx.workload.batch_size
+    if ctx.wish("scheduler")[0] is Wish.OFF:
+        _, most_running = sizes_without_plan(ctx)
     return LayoutQuestion(
         memory=ctx.memory_request(
-            max_num_batched_tokens=STEP_TOKENS,
-            max_num_seqs=min(ctx.workload.batch_size, STEP_TOKENS),
+            max_num_seqs=most_running or ctx.workload.batch_size,
             max_model_len=ctx.workload.input_tokens + ctx.workload.output_tokens,
             kv_bits=cache_bits(ctx, cache_dtype(ctx)),
+            cuda_graphs=not is_eager(ctx) and not argument_against_graphs(ctx.pinned),
             **({"expert_bits": expert_bits, "linear_bits": linear_bits} if converted else {}),
         ),
+        steps=steps,
         gpu=ctx.gpu,
         gpus_per_machine=ctx.num_gpus,
         num_machines=request.num_nodes,
@@ -127,7 +157,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         clients=ctx.clients,
         input_tokens=ctx.workload.input_tokens,
         output_tokens=ctx.workload.output_tokens,
-        max_running=None if ctx.batch_is_of_clients else ctx.workload.batch_size,
+        max_running=most_running,
         expert_bits=expert_bits,
         linear_bits=linear_bits,
         fp8_blocks=_fills_blocks(ctx, converted),
@@ -138,7 +168,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         even_routing=ctx.pinned.value("--load-format") == "dummy",
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
-        prompt_graphs=prompts_have_graphs(ctx, STEP_TOKENS),
+        prompt_graphs=prompts_have_graphs(ctx, steps.given or steps.asked or steps.most),
         placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
 
@@ -286,12 +316,16 @@ def _choice(ctx: PlanContext, ranking: Ranking, *, pinned: str) -> LayoutChoice:
             _estimate(each, "" if each is chosen else _why_not(ctx, each, chosen)) for each in ordered[:_SHOWN]
         ),
         num_layouts=len(ordered) + len(ranking.do_not_fit),
-        parts_us={
-            name: dataclasses.replace(part, value=_rounded(part.value))
-            for name, part in chosen.parts.items()
-            if part.value
-        },
+        parts_us=_parts_us(chosen),
     )
+
+
+def _parts_us(prediction: Prediction) -> dict[str, Quantity]:
+    return {
+        name: dataclasses.replace(part, value=_rounded(part.value))
+        for name, part in prediction.parts.items()
+        if part.value
+    }
 
 
 def _estimate(prediction: Prediction, why_not: str) -> LayoutEstimate:

@@ -14,7 +14,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.layouts import choose_layout, with_pinned_layout
+from moe_optimizer.plan_context.layouts import choose_layout, predicted_as_decided, with_pinned_layout
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
@@ -42,8 +42,8 @@ def make_plan(request: PlanRequest) -> Plan:
     num_gpus, gpu_warnings = usable_gpus(request, device)
     context = first_context(request, device, num_gpus)
     check_wishes(context.request.wishes, device)
-    context = with_pinned_layout(context)
-    context = context.with_layout(choose_layout(context))
+    asked = with_pinned_layout(context)
+    context = asked.with_layout(choose_layout(asked))
     for optimization in all_passes():
         begin = time.perf_counter()
         decision = _without_users(optimization.decide(context), request.vllm_args)
@@ -74,7 +74,7 @@ def make_plan(request: PlanRequest) -> Plan:
         plain_args=plain_arguments(own_args, context, request.vllm_args),
         serve_env=serve_environment(context),
         group=_server_group(context, serve_args),
-        layouts=context.layout_choice,
+        layouts=predicted_as_decided(asked, context, memory),
         warnings=_with_unmet((*gpu_warnings, *plan_warnings(request, context, memory)), decisions, request),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)

@@ -301,14 +301,13 @@ def _sizes(split: ParallelismParams) -> str:
 
 
 def _by_search(ctx: PlanContext) -> str:
-    """Return who chose the layout, and what is predicted of it."""
+    """Return who chose the layout, and for what."""
     choice = ctx.layout_choice
     if choice is None:
         return ""
-    figures = f"{choice.estimate.tpot_ms:.3g} ms per output token and {choice.estimate.tokens_per_s:,.0f} tokens/s"
     why = f"as {choice.pinned_by} asks" if choice.pinned_by else f"the best of {choice.num_layouts} for {choice.goal}"
     clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
-    return f"layout {choice.chosen}, {why}: {figures} predicted with {clients}"
+    return f"layout {choice.chosen}, {why}, as predicted with {clients}"
 
 
 def _value(ctx: PlanContext, split: ParallelismParams) -> str:

@@ -8,11 +8,14 @@ import pytest
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.layouts.question import STEP_TOKENS
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.layout_table import layout_lines
+from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.draft import DraftSpec
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
@@ -24,6 +27,16 @@ from tests.builders import (
     qwen3_30b_a3b,
     software,
     tiny_moe,
+)
+
+DRAFT = DraftSpec(
+    name="org/small",
+    path="/small",
+    method="draft",
+    vocab_size=151936,
+    num_layers=28,
+    weight_bytes=1_200_000_000,
+    kv_bytes_per_token=114_688,
 )
 
 
@@ -194,12 +207,39 @@ def test_two_machines_that_each_hold_the_model_serve_it_whole():
     assert choice_of(large).layout.pipeline_parallel_size == 2
 
 
-@pytest.mark.parametrize(("clients", "stages"), [(64, 1), (512, 2)])
-def test_machines_that_hold_the_model_share_it_where_most_clients_would_wait_for_room(tmp_path, clients, stages):
-    # A machine of eight H200 holds it, and the cache of 20 requests beside it.
+@pytest.fixture
+def kimi_k2(tmp_path):
+    """A model that eight H200 hold, and the cache of 32 requests beside it, with steps of 2,048 tokens."""
     shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / "kimi_k2.json", tmp_path / "config.json")
-    model = ModelInspector().inspect(tmp_path)
-    plan = made_plan(model, gpus("h200", 8), num_nodes=2, num_gpus=16, clients=clients)
+    return ModelInspector().inspect(tmp_path)
+
+
+def test_layouts_are_predicted_with_the_tokens_of_a_step_that_the_scheduler_takes(kimi_k2):
+    plan = made_plan(kimi_k2, gpus("h200", 8), clients=64)
+    found = choice_of(plan).estimate
+    assert plan.decision("scheduler").params_as(SchedulerParams).max_num_batched_tokens < STEP_TOKENS
+    assert found.kv_tokens == plan.memory.kv_tokens
+    assert found.running == plan.memory.kv_tokens // (1024 + 512 // 2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"profile": profile_with(passes={"speculation": {"method": "draft", "acceptance": 0.6}}), "draft": DRAFT},
+        {"vllm_args": ["--enforce-eager"]},
+        {"vllm_args": ["--max-num-batched-tokens", "3000"]},
+        {"wishes": resolve_wishes([], ["scheduler"])},
+        {"profile": profile_with(passes={"scheduler": {"max_num_batched_tokens": 4096}})},
+    ],
+)
+def test_the_cache_of_the_planned_layout_is_that_of_the_plan(asked):
+    plan = planned(2, **asked)
+    assert choice_of(plan).estimate.kv_tokens == plan.memory.kv_tokens
+
+
+@pytest.mark.parametrize(("clients", "stages"), [(64, 1), (512, 2)])
+def test_machines_that_hold_the_model_share_it_where_most_clients_would_wait_for_room(kimi_k2, clients, stages):
+    plan = made_plan(kimi_k2, gpus("h200", 8), num_nodes=2, num_gpus=16, clients=clients)
     assert choice_of(plan).layout.pipeline_parallel_size == stages
     assert (plan.parallelism.pipeline_parallel_size, plan.parallelism.replicas) == (stages, 2 // stages)
     assert plan.num_gpus == 16

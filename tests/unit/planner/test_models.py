@@ -99,4 +99,6 @@ def test_any_model_on_any_machine_gives_a_whole_plan_or_does_not_fit(model, mach
     except UnsupportedError:
         return
     assert plan.memory.fits
+    if plan.layouts is not None:
+        assert plan.layouts.estimate.kv_tokens == plan.memory.kv_tokens
     assert Plan.from_json(plan.to_json(), origin="plan") == plan
