@@ -265,7 +265,7 @@ def predicted(load: Load) -> Case:
     question, layout = _question(load), parse_layout(load.layout)
     memory = memory_of(question, layout)
     if load.cache_bytes is not None:
-        memory = dataclasses.replace(memory, kv_tokens=int(load.cache_bytes / memory.kv_bytes_per_token))
+        memory = dataclasses.replace(memory, kv_cache_bytes=load.cache_bytes)
     prediction = predict(question, layout, memory)
 
     def wave_s(clients: int) -> float:
