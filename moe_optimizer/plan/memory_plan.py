@@ -32,7 +32,7 @@ class MemoryPlan:
     fits: bool
     num_devices: int
     min_devices: int | None
-    """Fewest devices of this kind that hold weights and one sequence; None when none of the tried counts does."""
+    """Fewest devices of this kind that hold weights and one sequence in slices alone; None when no tried count does."""
     ref: str
     """How the terms were estimated."""
 

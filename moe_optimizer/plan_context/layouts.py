@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, UnsupportedError
-from moe_optimizer.layouts.candidates import why_not_shape
+from moe_optimizer.layouts.candidates import candidates, why_not_shape
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank, why_behind
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict
@@ -35,6 +35,8 @@ _SHOWN = 5
 _DIGITS = 4
 _FP8_BITS = 8
 _LEAST_SHOWN = 0.005
+_MOST_GPUS = 64
+"""Chosen: up to how many GPUs a refusal says that they would do."""
 
 
 def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
@@ -131,6 +133,41 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
     )
 
 
+def least_gpus(ctx: PlanContext, **memory: Any) -> tuple[int, int] | None:
+    """Return the fewest GPUs that hold one server, and on how many machines: one, or several whole ones.
+
+    They are those of a layout that the search would take, whatever was asked of tensor parallelism. None: no number up
+    to `_MOST_GPUS` does.
+
+    Args:
+        ctx: before any layout was chosen.
+        memory: what a MemoryRequest has other than planned, such as the bits of weights.
+    """
+    most = ctx.gpu.max_gpus_per_node
+    single = {"parallelism": Wish.AUTO, "replicas": Wish.OFF, "disaggregation": Wish.OFF}
+    wishes = {**ctx.request.wishes, **{key: (wish, "") for key, wish in single.items()}}
+    sizes = [(each, 1) for each in range(1, most + 1)]
+    sizes += [(most, machines) for machines in range(2, _MOST_GPUS // most + 1)]
+    for each, machines in sizes:
+        request = dataclasses.replace(ctx.request, num_nodes=machines, wishes=wishes, layout=None)
+        asked = dataclasses.replace(ctx, request=request, num_gpus=each)
+        question = layout_question(asked)
+        question = dataclasses.replace(
+            question,
+            memory=dataclasses.replace(question.memory, **memory),
+            fp8_blocks=question.fp8_blocks and not memory,
+        )
+        free = (None, ctx.asked_sizes[1])
+        if any(
+            layout.devices_of_server == each * machines
+            and _allows(asked, layout, None, sizes=free)
+            and memory_of(question, layout).fits
+            for layout in candidates(question)
+        ):
+            return each * machines, machines
+    return None
+
+
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
     """Return what the search is asked; weights that FP8 or four bits will convert count as converted."""
     request = ctx.request
@@ -222,11 +259,13 @@ def _most_servers(ctx: PlanContext) -> int | None:
     return ctx.section("replicas").count
 
 
-def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
-    """Return whether flags, profile and vLLM arguments allow a layout."""
+def _allows(
+    ctx: PlanContext, layout: Layout, pinned: Layout | None, *, sizes: tuple[int | None, int | None] | None = None
+) -> bool:
+    """Return whether flags, profile and vLLM arguments allow a layout; `sizes` instead of those that they ask for."""
     if pinned is not None:
         return layout == pinned
-    tensor, data = ctx.asked_sizes
+    tensor, data = sizes or ctx.asked_sizes
     experts, _ = ctx.wish("parallelism.expert_parallel")
     if "--enable-expert-parallel" in ctx.pinned:
         experts = Wish.ON if ctx.pinned.is_on("--enable-expert-parallel") else Wish.OFF
@@ -285,7 +324,8 @@ def _refuse_too_large(ctx: PlanContext, layout: Layout, memory: MemoryPlan) -> N
     work = memory.activation_bytes + memory.workspace_bytes
     sizes = (memory.weight_bytes, work, memory.budget_bytes, memory.total_bytes)
     weights, worked, budget, total = map(bytes_in_words, sizes)
-    least = "" if memory.min_devices is None else f"it fits {memory.min_devices} GPUs that share it; "
+    needed = least_gpus(ctx)
+    least = "" if needed is None else f"it fits {needed[0]} GPUs that share it; "
     raise DoesNotFitError(
         f"--layout {layout.name}: {ctx.model.name} does not fit: each GPU needs {weights} of weights and {worked} to "
         f"work in, and may use {budget} of {total}",

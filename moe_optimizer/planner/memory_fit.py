@@ -12,6 +12,7 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.layouts import least_gpus
 from moe_optimizer.specs.quantity import bytes_in_words
 
 
@@ -52,8 +53,8 @@ def layers_left_do_not_fit(context: PlanContext, memory: MemoryPlan) -> tuple[st
     )
 
 
-def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
-    """Raise DoesNotFitError, with how many devices would do, unless `memory` fits."""
+def require_fit(asked: PlanContext, context: PlanContext, memory: MemoryPlan) -> None:
+    """Raise DoesNotFitError, with how many devices would do, unless `memory` fits; `asked` is without decisions."""
     if memory.fits:
         return
     sizes = (
@@ -67,7 +68,7 @@ def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
         f"{context.model.name} does not fit {_where(context)}: each needs {weights} of weights and {work} to work in, "
         f"and may use {budget} of {total}"
     )
-    raise DoesNotFitError(message, hint=_fit_hint(context))
+    raise DoesNotFitError(message, hint=_fit_hint(asked, context))
 
 
 def _where(context: PlanContext) -> str:
@@ -78,48 +79,46 @@ def _where(context: PlanContext) -> str:
     return f"{machines}{split.num_devices // split.machines_of_copies} x {context.gpu.name}"
 
 
-def _fit_hint(context: PlanContext) -> str:
+def _fit_hint(asked: PlanContext, context: PlanContext) -> str:
     if context.device == "cpu" and context.request.hardware.origin == "probed":
         names = ", ".join(hardware_names())
         return f"this is the plan for the CPU here; for another machine: --dry-run --hardware with one of {names}"
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
-    terms = context.memory_terms(context.kv_cache.kv_bits) | {"num_devices": 1}
-    planned = context.memory(**terms).min_devices
-    stored = context.memory(**terms, expert_bits=None, linear_bits=None).min_devices
+    planned, stored = least_gpus(asked), least_gpus(asked, expert_bits=None, linear_bits=None)
     converts = context.decided["fp8"].status is Status.ON
     by_flag = "" if converts or context.model.quant_method is not None else " (--enable-fp8)"
     needs = {
         f"as stored ({context.model.quant_method or context.dtype})": stored,
-        "in BF16": context.memory(**terms, expert_bits=16, linear_bits=16).min_devices,
-        f"in FP8{by_flag}": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
+        "in BF16": least_gpus(asked, expert_bits=16, linear_bits=16),
+        f"in FP8{by_flag}": least_gpus(asked, expert_bits=8, linear_bits=8),
     }
     if planned != stored:
         needs = {"as planned": planned} | needs
-    copies = context.parallelism.data_parallel_size
-    words = ", ".join(f"{'more than 64' if each is None else each * copies} {how}" for how, each in needs.items())
+    words = ", ".join(f"{'no number up to 64' if each is None else each[0]} {how}" for how, each in needs.items())
     each_server = " for each server" if context.num_servers > 1 else ""
-    advice = "" if planned is None else _advice(context, planned)
+    advice = "" if planned is None else _advice(context, *planned)
     return f"GPUs of this kind needed{each_server}: {words}{advice}"
 
 
-def _advice(context: PlanContext, needed: int) -> str:
+def _advice(context: PlanContext, needed: int, machines: int) -> str:
     """Return how to get at the GPUs that would do, where more are there than the plan uses.
 
     Args:
         context: with all decisions.
-        needed: GPUs for one copy of the model.
+        needed: GPUs for one server.
+        machines: on how many machines they are.
     """
     asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
-    wanted = needed * context.parallelism.data_parallel_size * context.num_servers
-    if context.request.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size:
+    wanted = needed * context.num_servers
+    if context.request.num_nodes > 1 or needed <= context.parallelism.num_devices:
         return ""
     if wanted > there:
-        # One copy of the model is planned over several machines, and of whole ones.
-        whole = there == context.gpu.max_gpus_per_node and wanted == needed
-        return f"; over several machines: moe-optimizer plan --nodes {-(-wanted // there)}" if whole else ""
+        # One server is planned over several machines, and of whole ones.
+        whole = machines > 1 and there == context.gpu.max_gpus_per_node and wanted == needed
+        return f"; over several machines: moe-optimizer plan --nodes {machines}" if whole else ""
     if asked.max_gpus is not None and asked.max_gpus < wanted:
         return f"; {there} are there, and {context.profile_origin} uses at most {asked.max_gpus}: take another profile"
     if "--tensor-parallel-size" in context.pinned or asked.tensor_parallel_size is not None:
-        return f"; {there} are there: ask for a tensor parallel size of {needed}"
+        return f"; {there} are there: ask for a tensor parallel size of {needed // (context.asked_sizes[1] or 1)}"
     return f"; {there} are there: use --gpus {wanted}"

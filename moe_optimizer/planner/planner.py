@@ -54,7 +54,7 @@ def make_plan(request: PlanRequest) -> Plan:
     _check_load_balancer(context)
     decisions = tuple(context.decided.values())
     memory = memory_under_decisions(context)
-    require_fit(context, memory)
+    require_fit(asked, context, memory)
     _require_required(context)
     own_args = own_arguments(request, context)
     serve_args = serve_arguments(own_args, decisions, request.vllm_args)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
+from pathlib import Path
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
+from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 from moe_optimizer.planner import make_plan
 from tests.builders import (
@@ -27,7 +31,7 @@ from tests.unit.planner.refusal import refused
 
 def gpus_needed(error):
     """How many GPUs the hint asks for, by how the weights are held."""
-    return {how: int(number) for number, how in re.findall(r"(\d+) ((?:as|in) \w+)", str(error.hint))}
+    return {how: int(number) for number, how in re.findall(r"(?<!up to )\b(\d+) ((?:as|in) \w+)", str(error.hint))}
 
 
 def test_qwen3_30b_fits_one_h100_in_bf16_and_leaves_what_is_really_left():
@@ -49,7 +53,23 @@ def test_mixtral_in_bf16_needs_two_h100():
 
 def test_deepseek_v3_says_how_many_h100_it_needs_in_fp8_and_bf16():
     error = refused(request(deepseek_v3(), gpus("h100_sxm", 1)), DoesNotFitError)
-    assert gpus_needed(error) == {"as stored": 16, "in BF16": 32, "in FP8": 16}
+    assert gpus_needed(error) == {"as stored": 16, "in BF16": 24, "in FP8": 16}
+    whole = deepseek_v3(bytes_per_weight=2, dtype="bfloat16")
+    assert made_plan(whole, gpus("h100_sxm", 8), num_nodes=3).num_gpus == 24
+    refused(request(whole, gpus("h100_sxm", 8), num_nodes=2), DoesNotFitError)
+
+
+def test_heads_that_no_larger_slices_divide_are_held_by_stages_on_several_machines(tmp_path):
+    # 40 heads: no slices over 16 GPUs.
+    shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / "llama4.json", tmp_path / "config.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= {"num_local_experts": 128, "interleave_moe_layer_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelInspector().inspect(tmp_path)
+    error = refused(request(model, gpus("h100_sxm", 8)), DoesNotFitError)
+    assert gpus_needed(error)["as stored"] == 16
+    assert str(error.hint).endswith("moe-optimizer plan --nodes 2")
+    assert made_plan(model, gpus("h100_sxm", 8), num_nodes=2).num_gpus == 16
 
 
 def test_deepseek_v3_fits_eight_h200_and_not_four():
@@ -87,7 +107,12 @@ def test_copies_that_do_not_fit_are_counted_with_all_their_gpus():
     asked = request(deepseek_v3(), gpus("h100_sxm", 8), vllm_args=("--data-parallel-size", "2"))
     error = refused(asked, DoesNotFitError)
     assert " 8 x NVIDIA H100" in str(error)
-    assert gpus_needed(error) == {"as stored": 16, "in BF16": 32, "in FP8": 16}
+    # Two copies share the experts; in 16 bits no machines hold them in one stage, and copies have no more.
+    assert gpus_needed(error) == {"as stored": 16, "in FP8": 16}
+    assert (
+        made_plan(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, vllm_args=("--data-parallel-size", "2")).num_gpus
+        == 16
+    )
 
 
 def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
