@@ -33,6 +33,8 @@ def first_context(request: PlanRequest, device: Literal["cuda", "cpu"], num_gpus
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
     given = request.vllm_args
     length = given.count("--max-model-len") if given.value("--max-model-len") not in ("auto", "-1") else None
+    length = length or _model_len(request)
+    prompt, answer = _lengths(request, length)
     return PlanContext(
         request=dataclasses.replace(request, wishes=wishes, required=required),
         workload=WorkloadSpec(
@@ -40,14 +42,29 @@ def first_context(request: PlanRequest, device: Literal["cuda", "cpu"], num_gpus
             or request.batch_size
             or request.clients
             or profile.workload.batch_size,
-            input_tokens=request.input_tokens or profile.workload.input_tokens,
-            output_tokens=request.output_tokens or profile.workload.output_tokens,
-            max_model_len=length or _model_len(request),
+            input_tokens=prompt,
+            output_tokens=answer,
+            max_model_len=length,
         ),
         device=device,
         num_gpus=num_gpus,
         dtype=_dtype(request),
     )
+
+
+def asked_lengths(request: PlanRequest) -> tuple[int, int]:
+    """Return the tokens of prompt and answer that flags say, else the profile."""
+    stated = request.profile.workload
+    return request.input_tokens or stated.input_tokens, request.output_tokens or stated.output_tokens
+
+
+def _lengths(request: PlanRequest, most: int | None) -> tuple[int, int]:
+    """Return the tokens of prompt and answer to plan for: where both together exceed `most`, their shares of it."""
+    prompt, answer = asked_lengths(request)
+    if most is None or prompt + answer <= most:
+        return prompt, answer
+    shorter = max(1, most * prompt // (prompt + answer))
+    return shorter, max(1, most - shorter)
 
 
 def _model_len(request: PlanRequest) -> int | None:

@@ -6,6 +6,7 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
+from moe_optimizer.planner.first_context import asked_lengths
 from moe_optimizer.planner.memory_fit import layers_left_do_not_fit
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -40,6 +41,12 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
+    asked, planned = asked_lengths(request), (context.workload.input_tokens, context.workload.output_tokens)
+    if planned != asked:
+        warnings.append(
+            f"max-model-len {length} is less than prompts of {asked[0]} and answers of {asked[1]} tokens: "
+            f"predictions take {planned[0]} and {planned[1]}"
+        )
     uncounted = [flag for flag in _UNCOUNTED if context.pinned.is_on(flag)]
     if uncounted:
         warnings.append(f"the memory plan does not count what is given after --: {', '.join(uncounted)}")

@@ -8,6 +8,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.vllm_runs import read_vllm_runs
@@ -223,3 +225,16 @@ def test_a_model_for_more_than_one_machine_names_the_command_that_plans_for_seve
     assert str(error.hint).endswith("moe-optimizer plan --nodes 2")
     nodes = request(deepseek_v3(), gpus("h100_sxm", 8), num_gpus=16, num_nodes=2)
     assert make_plan(nodes).num_gpus == 16
+
+
+@pytest.mark.parametrize("asked", [{"max_model_len": 10}, {"vllm_args": ("--max-model-len", "10")}])
+def test_predictions_take_prompts_that_the_longest_sequence_has_room_for_and_say_so(asked):
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), **asked)
+    assert plan.workload.input_tokens + plan.workload.output_tokens == 10
+    assert [each for each in plan.warnings if "max-model-len 10 " in each and "1024" in each]
+
+
+def test_prompts_that_just_fit_are_planned_for_as_they_are():
+    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), max_model_len=1536)
+    assert (plan.workload.input_tokens, plan.workload.output_tokens) == (1024, 512)
+    assert not any("max-model-len" in each for each in plan.warnings)
