@@ -127,9 +127,10 @@ class _Measurement:
         )
 
     def _disturbed(self, question: SpeedQuestion, spreads: list[float]) -> str:
-        """Return what disturbed the measurement, now or before it was gone on with."""
-        before = [table.disturbed for table in self._request.started if not question.why_not(table)]
-        return " and ".join(dict.fromkeys(filter(None, (*before, self._busy, unsteady(spreads)))))
+        """Return what disturbed the measurement first: before it was gone on with, or else now."""
+        before = (table.disturbed for table in self._request.started if not question.why_not(table))
+        now = " and ".join(filter(None, (self._busy, unsteady(spreads))))
+        return next(filter(None, before), now)
 
 
 def _measure(request: SpeedRequest, on_step: OnStep) -> None:

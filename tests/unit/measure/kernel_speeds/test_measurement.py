@@ -114,9 +114,11 @@ def test_a_busy_device_is_in_the_table_and_stays_there_when_it_is_gone_on_with(
     monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "the GPU was busy")
     (begun,), _ = measure(FP8, seconds=1.0)
     assert begun.disturbed == "the GPU was busy"
+    for now in ("", "the GPU was busier"):
+        monkeypatch.setattr(measurement, "busy_before", lambda device, cores, now=now: now)
+        (table,), _ = measure(FP8, seconds=100.0, started=(begun,))
+        assert table.disturbed == "the GPU was busy"
     monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "")
-    (table,), _ = measure(FP8, seconds=100.0, started=(begun,))
-    assert table.disturbed == "the GPU was busy"
     (anew,), _ = measure(FP8, seconds=100.0)
     assert anew.disturbed == ""
 
