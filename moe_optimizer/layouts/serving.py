@@ -186,7 +186,9 @@ class _Loop:
             self._others_us = self._others * step_us
             if self._others >= others or self._others * max(step_us, taking_us) >= others * taking_us:
                 return
-            self._others += 1
+            # With fewer prompts a step is no longer than this one, so at least so many are needed.
+            enough = math.ceil(others * taking_us / max(step_us, taking_us))
+            self._others = min(others, max(self._others + 1, enough))
 
     def api_servers(self) -> int:
         """Return how many API servers each server has where nobody sets the number.
