@@ -16,7 +16,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
     Near is a word of which the other is the beginning ("--gpu" of "--gpus", "--tpot" of "--tpot-ms"), or one that is
     alike without the parts that both begin with: "--enable-nope" has most letters of "--enable-fp8", and means nothing
-    of the kind.
+    of the kind. Of several, one with the same digits comes first: a digit is rarely mistyped, and h100 is another GPU
+    than h200.
     """
     # Imported here: only an error pays for it.
     import difflib
@@ -24,8 +25,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     def likeness(one: str, other: str) -> float:
         return difflib.SequenceMatcher(None, one, other).ratio()
 
+    def nearness(each: str) -> tuple[bool, float]:
+        return re.findall(r"\d", each) == re.findall(r"\d", word), likeness(word, each)
+
     near = [each for each in known if _begins(word, each) or likeness(*_without_common_parts(word, each)) >= _NEAR]
-    return f"did you mean {max(near, key=lambda each: (_begins(word, each), likeness(word, each)))}?" if near else None
+    return f"did you mean {max(near, key=nearness)}?" if near else None
 
 
 def _begins(word: str, known: str) -> bool:

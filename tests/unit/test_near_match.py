@@ -34,8 +34,12 @@ def test_a_mistyped_flag_has_its_near_match(word: str, near: str) -> None:
     assert (did_you_mean(word, FLAGS) or "").split()[3:] == [f"{near}?"]
 
 
-def test_a_known_word_that_begins_it_is_nearer_than_one_that_is_like_it() -> None:
+def test_a_word_with_the_same_digits_is_nearer_than_one_that_is_more_like_it() -> None:
     assert did_you_mean("h200_sxm", ("h100_sxm", "h200")) == "did you mean h200?"
+
+
+def test_a_word_that_is_more_like_it_is_nearer_than_one_that_begins_it() -> None:
+    assert did_you_mean("memory_bandwith", ("memory", "memory_bandwidth")) == "did you mean memory_bandwidth?"
 
 
 @pytest.mark.parametrize(
