@@ -22,7 +22,7 @@ from moe_optimizer.plan.pass_params import SchedulerParams
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.layout_choice import LayoutChoice
-from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.plan.plan import Plan
 
 _PREDICTORS = {
     "aisimulate": ("AISimulate", "aisimulate.legacy_cli.api"),
