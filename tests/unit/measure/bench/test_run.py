@@ -16,7 +16,7 @@ import pytest
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.launcher import deployment
-from moe_optimizer.measure.bench import run
+from moe_optimizer.measure.bench import run, side
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, Limits
 from moe_optimizer.measure.bench.samples import RoundSamples
@@ -25,7 +25,7 @@ from moe_optimizer.measure.bench.table import render
 from moe_optimizer.measure.bench.trace import TraceRequest, read_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
-from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.passes.registry import required_key, resolve_wishes
 from moe_optimizer.plan.json_codec import encode
 from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.free_ports import free_port
@@ -172,10 +172,10 @@ def test_a_round_in_which_something_compiled_is_sent_again_to_both_sides(sender:
     # The third round of the second server, the first time.
     sender.compiles = lambda title: int(title == "theirs: 2 clients, 3")
     result = bench(asked)
-    for side in result.sides:
-        (load,) = side.loads
+    for served in result.sides:
+        (load,) = served.loads
         assert (load.rounds, load.discarded, load.completed) == (3, 1, 6)
-        sent = sender.sent[f"{side.name}: 2 clients"]
+        sent = sender.sent[f"{served.name}: 2 clients"]
         assert len(sent) == 4
         lengths = [[(each.input_length, each.output_length) for each in requests] for requests in sent]
         # As many tokens as before, of other prompts: those are in the prefix cache.
@@ -253,6 +253,29 @@ def test_a_server_that_does_not_run_by_its_plan_has_no_result(
         bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
     assert sender.sent == {}
     assert not (asked.folder / RESULT_FILE).exists()
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_pass_that_workers_measured_no_faster_may_stay_away_unless_it_is_required(
+    required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, str(FAKE)]
+    monkeypatch.setattr(
+        deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port"), "refuse"]
+    )
+    monkeypatch.setattr(side, "workers_choose", lambda name: name == "flash_dmoe")
+    names = ("flash-dmoe",) if required else ()
+    wishes = resolve_wishes(("flash-dmoe",), ("expert-load",))
+    plan = made_plan(
+        tiny_moe(), cpu_machine(), port=free_port(), wishes=wishes, required=frozenset(map(required_key, names))
+    )
+    with side.starting(Side(name="ours", plan=plan), run_dir=tmp_path, ready_timeout_s=60.0) as wait:
+        if required:
+            with pytest.raises(RequiredNotAppliedError, match="cheese"):
+                wait()
+            return
+        wait()
+    assert "ours runs without flash_dmoe: fallback: cheese" in caplog.text
 
 
 def test_the_time_left_does_not_take_a_long_start_for_the_pace_of_short_rounds(
