@@ -188,10 +188,9 @@ class Emulator:
         return problem.out
 
     def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
-                num_stages: int | None = None, paired: bool = False, doubled: bool = False,
-                seed: int = 1) -> Tensor:  # fmt: skip
+                num_stages: int | None = None, paired: bool = False, seed: int = 1) -> Tensor:  # fmt: skip
         """Routing, both GEMMs and the combine."""
-        self._run(problem, GroupedVariant(mode, tile_tokens, num_stages, paired, doubled), blocks, seed)
+        self._run(problem, GroupedVariant(mode, tile_tokens, num_stages, paired), blocks, seed)
         return problem.out
 
     def routing(

@@ -43,7 +43,7 @@ def family_of(variant: Variant, dtype: str) -> str:
 
 def variants_for(problem: CudaProblem) -> list[Variant]:
     """The variants worth timing for a call, the likeliest best first."""
-    return list(candidate_variants(problem.sizes, rounded_mxfp4=True, doubled=True))
+    return list(candidate_variants(problem.sizes, rounded_mxfp4=True))
 
 
 def our_call(problem: CudaProblem, variant: Variant) -> Call:

@@ -58,27 +58,18 @@ inline Problem with_routed_ids(Problem problem, const int* topk_ids, const float
 
 // --- grouped -------------------------------------------------------------------------------------------------
 
-template <int kBlocks, int... kTokens, typename Use>
-bool try_tiles(std::integer_sequence<int, kTokens...>, const GroupedLaunch& launch, Use use) {
-  [[maybe_unused]] const auto try_tile = [&](auto tile) {
+// Calls `use(std::integral_constant<int, kTokens>())` for the compiled tile that the launch asks for.
+template <int... kTokens, typename Use>
+void with_tile(std::integer_sequence<int, kTokens...>, const GroupedLaunch& launch, Use use) {
+  const auto try_tile = [&](auto tile) {
     if (launch.tile_tokens != tile) return false;
-    use(tile, std::integral_constant<int, kBlocks>());
+    use(tile);
     return true;
   };
-  return (try_tile(std::integral_constant<int, kTokens>()) || ...);
-}
-
-// Calls `use` with the compiled tile that the launch asks for, and its blocks of a multiprocessor, as
-// std::integral_constant<int, ...>.
-template <GemmMode kMode, typename Use>
-void with_tile(const GroupedLaunch& launch, Use use) {
-  const bool found = launch.doubled ? try_tiles<2>(DoubledTiles<kMode>(), launch, use)
-                                    : try_tiles<1>(CompiledTiles<kMode>(), launch, use);
-  if (found) return;
+  if ((try_tile(std::integral_constant<int, kTokens>()) || ...)) return;
   throw std::invalid_argument("grouped_gemm: token tile: got " + std::to_string(launch.tile_tokens) +
                               ", expected one that is compiled for mode " +
-                              std::to_string(static_cast<int>(launch.mode)) +
-                              (launch.doubled ? " with two blocks of a multiprocessor" : ""));
+                              std::to_string(static_cast<int>(launch.mode)));
 }
 
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {

@@ -14,8 +14,6 @@ namespace moeopt {
 
 // Dynamic shared memory that one block may ask for (CUDA C++ Programming Guide, compute capability 9.0).
 constexpr int kSharedLimit = 227 * 1024;
-// The same of each of two blocks that share a multiprocessor: each takes 1 KiB more for itself.
-constexpr int kDoubledSharedLimit = 228 * 1024 / 2 - 1024;
 // Shared memory lost when its base is rounded up to 1024 bytes.
 constexpr int kAlignmentSlack = 1024;
 
@@ -123,12 +121,11 @@ static_assert(kRouteSharedPerExpert * kMaxExperts + static_cast<int64_t>(sizeof(
 // Stages and shared memory of the GEMMs' ring.
 template <GemmMode kMode>
 void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
-  const int limit = launch.doubled ? kDoubledSharedLimit : kSharedLimit;
-  with_tile<kMode>(launch, [&](auto tile, auto) {
+  with_tile(CompiledTiles<kMode>(), launch, [&](auto tile) {
     using Shape = GemmShape<kMode, decltype(tile)::value>;
     constexpr int kFixed = 2 * Shape::kStagingBytes + kQueueBytes + kAlignmentSlack;
     constexpr int kPerStage = Shape::kStageBytes + 2 * static_cast<int>(sizeof(uint64_t));  // and two barriers
-    launch.num_stages = wanted_stages > 0 ? wanted_stages : std::min(8, (limit - kFixed) / kPerStage);
+    launch.num_stages = wanted_stages > 0 ? wanted_stages : std::min(8, (kSharedLimit - kFixed) / kPerStage);
     launch.shared_bytes = kFixed + launch.num_stages * kPerStage;
   });
   // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
@@ -138,7 +135,7 @@ void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
   // A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
   // last warp that reads it; in a pair, a ring of either block.
   expect_at_most("grouped_gemm: work tiles queued ahead", launch.cluster_blocks * launch.num_stages + 2, kQueueSlots);
-  expect_at_most("grouped_gemm: bytes of shared memory", launch.shared_bytes, limit);
+  expect_at_most("grouped_gemm: bytes of shared memory", launch.shared_bytes, kSharedLimit);
 }
 
 inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& variant, int multiprocessors) {
@@ -156,12 +153,8 @@ inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& varia
   launch.mode = variant.mode;
   launch.tile_tokens = variant.tile_tokens;
   launch.cluster_blocks = variant.paired ? 2 : 1;
-  launch.doubled = variant.doubled;
-  if (variant.paired && variant.doubled) {
-    throw std::invalid_argument("grouped_gemm: got a variant that is paired and doubled, expected one of them at most");
-  }
   expect_at_least("grouped_gemm: multiprocessors", multiprocessors, launch.cluster_blocks);
-  launch.grid = multiprocessors / launch.cluster_blocks * launch.cluster_blocks * (launch.doubled ? 2 : 1);
+  launch.grid = multiprocessors / launch.cluster_blocks * launch.cluster_blocks;
   const auto choose = launch.mode == GemmMode::kBf16          ? choose_ring<GemmMode::kBf16>
                       : launch.mode == GemmMode::kFp8Weights  ? choose_ring<GemmMode::kFp8Weights>
                       : launch.mode == GemmMode::kFp8         ? choose_ring<GemmMode::kFp8>

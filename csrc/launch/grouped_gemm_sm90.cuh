@@ -12,11 +12,10 @@ void launch_gemms(const Problem& problem, const GroupedWorkspace& workspace, con
   const TensorMap gate = encode_tensor_map(weight_view(problem.moe, 0));
   const TensorMap up = encode_tensor_map(weight_view(problem.moe, 1));
   const TensorMap down = encode_tensor_map(weight_view(problem.moe, 2));
-  with_tile<kMode>(launch, [&](auto tile, auto blocks) {
-    constexpr int kTokens = decltype(tile)::value, kBlocks = decltype(blocks)::value;
-    launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, kTokens, true, kBlocks>, shape, gate, up,
+  with_tile(CompiledTiles<kMode>(), launch, [&](auto tile) {
+    launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, decltype(tile)::value, true>, shape, gate, up,
                   up_arguments(problem, workspace, launch));
-    launch_kernel("grouped_gemm (down)", grouped_gemm_kernel<kMode, kTokens, false, kBlocks>, shape, down, down,
+    launch_kernel("grouped_gemm (down)", grouped_gemm_kernel<kMode, decltype(tile)::value, false>, shape, down, down,
                   down_arguments(problem, workspace, launch));
   });
 }

@@ -39,9 +39,8 @@ struct Variant {
   int32_t tile_tokens;
   int32_t num_stages;  // 0: as many as fit
   bool paired;         // clusters of two blocks: pairs of token tiles share the weights
-  bool doubled;        // two blocks of a multiprocessor
 
-  MOEOPT_FIELDS(direct, mode, tile_tokens, num_stages, paired, doubled)
+  MOEOPT_FIELDS(direct, mode, tile_tokens, num_stages, paired)
 };
 
 // --- direct: small batches -----------------------------------------------------------------------------------
@@ -70,10 +69,9 @@ struct GroupedLaunch {
   int32_t route_shared_bytes;
   int32_t prepare_blocks;  // that prepare the tokens, beside those that count pairs
   int32_t cluster_blocks;  // 1, or 2 in pairs
-  bool doubled;            // two blocks of a multiprocessor
 
   MOEOPT_FIELDS(mode, tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks,
-                cluster_blocks, doubled)
+                cluster_blocks)
 };
 
 // Null where a mode does not use it.

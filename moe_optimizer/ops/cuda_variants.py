@@ -44,8 +44,6 @@ PAIRED_TILES = {
     GemmMode.MXFP4: (),
 }
 """Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
-DOUBLED_TILES = {GemmMode.MXFP4_WEIGHTS: (16,), GemmMode.INT4_WEIGHTS: (16,)}
-"""Tiles that are also compiled for two blocks of a multiprocessor (`DoubledTiles`). Compiled, not run on a GPU."""
 MODES_OF_WEIGHT_BITS = {
     16: (GemmMode.BF16,),
     8: (GemmMode.FP8_WEIGHTS, GemmMode.FP8),
@@ -53,9 +51,7 @@ MODES_OF_WEIGHT_BITS = {
 }
 """The modes that read weights of so many bits, those that keep the activations first; of INT4: `MoeSizes.modes`."""
 
-_GROUPED = re.compile(
-    r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?(?P<doubled>b2)?)?(?:/(?P<stages>\d+))?"
-)
+_GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _FROM_TOKENS = 4
 """Fewest tokens at which grouping them by expert comes near the direct kernels."""
 _PAIRED_FROM_TOKENS_PER_EXPERT = 64
@@ -105,12 +101,9 @@ class GroupedVariant:
     """None: as many as fit."""
     paired: bool = False
     """Two blocks share an expert's weights, each with its own token tile."""
-    doubled: bool = False
-    """Two blocks share a multiprocessor."""
 
     def __str__(self) -> str:
-        tile = "" if self.tile_tokens is None else f"-n{self.tile_tokens}"
-        tile += ("x2" if self.paired else "") + ("b2" if self.doubled else "")
+        tile = ("" if self.tile_tokens is None else f"-n{self.tile_tokens}") + ("x2" if self.paired else "")
         stages = "" if self.num_stages is None else f"/{self.num_stages}"
         return f"grouped-{self.mode.name.lower()}{tile}{stages}"
 
@@ -139,7 +132,6 @@ def variant_fields(variant: Variant, sizes: MoeSizes) -> dict[str, int | float |
         "tile_tokens": tile,
         "num_stages": grouped.num_stages or 0,
         "paired": grouped.paired,
-        "doubled": grouped.doubled,
     }
 
 
@@ -151,12 +143,11 @@ def choose_variant(sizes: MoeSizes) -> Variant:
     return GroupedVariant(sizes.modes[0])
 
 
-def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False, doubled: bool = False) -> tuple[Variant, ...]:
+def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False) -> tuple[Variant, ...]:
     """Return the variants for these sizes that may take the place of vLLM's kernel, the likeliest best first.
 
     With FP8 weights that includes the one that quantises the activations too, as vLLM's kernel does; with MXFP4 weights
-    only if `rounded_mxfp4`, as vLLM's kernels keep them. Those of `DOUBLED_TILES` only if `doubled`: they have not run
-    on a GPU.
+    only if `rounded_mxfp4`, as vLLM's kernels keep them.
     """
     chosen: list[Variant] = []
     if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
@@ -167,12 +158,7 @@ def candidate_variants(sizes: MoeSizes, *, rounded_mxfp4: bool = False, doubled:
         if sizes.num_tokens >= _FROM_TOKENS:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))
-            near = tiles[max(0, at - 1) : at + 2]
-            chosen += [GroupedVariant(mode, tile) for tile in near]
-            if doubled:
-                chosen += [
-                    GroupedVariant(mode, tile, doubled=True) for tile in DOUBLED_TILES.get(mode, ()) if tile in near
-                ]
+            chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
             if sizes.num_pairs >= _PAIRED_FROM_TOKENS_PER_EXPERT * sizes.num_experts:
                 chosen += [GroupedVariant(mode, tile, paired=True) for tile in PAIRED_TILES[mode]]
     return tuple(chosen)
@@ -190,5 +176,4 @@ def variant_named(name: str) -> Variant:
     if match is None or match["mode"].upper() not in GemmMode.__members__:
         raise ValueError(f"no kernel is called {name!r:.60}")
     tile, stages = (None if match[key] is None else int(match[key]) for key in ("tile", "stages"))
-    paired, doubled = match["paired"] is not None, match["doubled"] is not None
-    return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=paired, doubled=doubled)
+    return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=match["paired"] is not None)

@@ -569,9 +569,8 @@ MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue
   }
 }
 
-// kBlocks: of a multiprocessor.
-template <GemmMode kMode, int kTokens, bool kUp, int kBlocks = 1>
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, kBlocks)
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     grouped_gemm_kernel(const MOEOPT_GRID_CONSTANT TensorMap map0, const MOEOPT_GRID_CONSTANT TensorMap map1,
                         const MOEOPT_GRID_CONSTANT GemmArgs args) {
   using Shape = GemmShape<kMode, kTokens>;
@@ -597,14 +596,14 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, kBlocks)
   }
   const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
   if (thread_index() < kProducerThreads) {
-    setmaxnreg_dec<GemmRegisters<kMode, kBlocks>::kProducer>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() < 32) {
       produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue);
     } else {
       produce_tokens<kMode, kTokens, kUp>(args, ring, queue);
     }
   } else {
-    setmaxnreg_inc<GemmRegisters<kMode, kBlocks>::kMath>();
+    setmaxnreg_inc<kMathRegisters>();
     const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes,
                              Shape::kStagedTokens};
     multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);

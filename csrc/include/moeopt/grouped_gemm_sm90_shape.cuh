@@ -31,12 +31,6 @@ using CompiledTiles = std::conditional_t<
                            std::conditional_t<kMode == GemmMode::kMxfp4, std::integer_sequence<int, 64, 96, 128>,
                                               std::integer_sequence<int, 32, 64, 96, 144>>>>>;
 
-// Those of which two blocks share a multiprocessor too. Narrow tiles of four bits wait more than they compute: turning
-// weights, products and the copies of scales follow each other, and another block fills the gaps.
-template <GemmMode kMode>
-using DoubledTiles = std::conditional_t<kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights,
-                                        std::integer_sequence<int, 16>, std::integer_sequence<int>>;
-
 // Whether the tokens become E4M3, too.
 constexpr bool rounds_tokens(GemmMode mode) { return mode == GemmMode::kFp8 || mode == GemmMode::kMxfp4; }
 
@@ -84,18 +78,13 @@ constexpr int kRatioOffset = 192;
 // kMxfp4, floats behind the exponents: the tokens' scales, then ratios before each of the stage's two 128 of K.
 constexpr int kMxfp4Ratios = 128;
 
-// Registers per thread, with so many blocks of a multiprocessor. At launch 168 (65536 / 384, rounded down to 8) or 80;
-// setmaxnreg moves them from the producers to the math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168, and
-// 128 x 64 + 256 x 88 = 30720 = 384 x 80. INT4 needs 96 there, or its products wait for one another.
-template <GemmMode kMode, int kBlocks>
-struct GemmRegisters {
-  static constexpr bool kInt4 = kMode == GemmMode::kInt4Weights;
-  static constexpr int kProducer = kBlocks == 1 ? 72 : kInt4 ? 48 : 64;
-  static constexpr int kMath = kBlocks == 1 ? 216 : kInt4 ? 96 : 88;
-  static_assert(kProducerThreads * kProducer + (kGemmThreads - kProducerThreads) * kMath <=
-                    65536 / (kBlocks * kGemmThreads) / 8 * 8 * kGemmThreads,
-                "more registers than the block has at launch");
-};
+// Registers per thread. At launch 168 (65536 / 384, rounded down to 8); setmaxnreg moves them from the producers to the
+// math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168.
+constexpr int kProducerRegisters = 72;
+constexpr int kMathRegisters = 216;
+static_assert(kProducerThreads * kProducerRegisters + (kGemmThreads - kProducerThreads) * kMathRegisters <=
+                  65536 / kGemmThreads / 8 * 8 * kGemmThreads,
+              "more registers than the block has at launch");
 
 // Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are
 // adjacent.

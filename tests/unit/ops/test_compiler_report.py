@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from moe_optimizer.ops.cuda_variants import DOUBLED_TILES, TILE_TOKENS
+from moe_optimizer.ops.cuda_variants import TILE_TOKENS
 
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
@@ -126,7 +126,7 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down;
     # the formats of a dense weight; 5 plain kernels; attention for two head sizes.
     assert len([name for name in names if name.startswith("direct_")]) == 13
-    tiles = sum(len(values) for each in (TILE_TOKENS, DOUBLED_TILES) for values in each.values())
+    tiles = sum(len(values) for values in TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
     assert len([name for name in names if name.startswith("skinny_gemm")]) == 3
     assert {name.partition("<")[0] for name in names} == {
@@ -134,18 +134,12 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
         "route_tokens_kernel", "gate_topk_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",
         "skinny_gemm_kernel", "paged_decode_kernel",
     }  # fmt: skip
-    # Of two blocks of a multiprocessor the producers have to spill some words of a task; no plan takes these kernels.
-    doubled = {name for name in names if name.startswith("grouped_gemm") and name.endswith(", 2>")}
-    assert len(doubled) == 2 * sum(map(len, DOUBLED_TILES.values()))
-    spilling = {
-        entry["name"]: entry["spill_bytes"] for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]
-    }
-    assert spilling.keys() <= doubled
-    assert all(spilled <= 256 for spilled in spilling.values())
+    spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
+    assert spilling == {}
     # Two blocks of 128 threads of the attention share a multiprocessor.
     threads = {"grouped_gemm_kernel": 384, "direct_down_kernel": 512, "paged_decode_kernel": 2 * 128}
     for entry in kernels:
-        count = 2 * 384 if entry["name"] in doubled else threads.get(entry["name"].partition("<")[0], 256)
+        count = threads.get(entry["name"].partition("<")[0], 256)
         if entry["name"].startswith("direct_up"):
             weight_bits, pieces, _int4 = (int(n) for n in entry["name"].partition("<")[2].rstrip(">").split(", "))
             count = 256 * (4 if (weight_bits, pieces) == (16, 2) else 2)  # blocks of 256 threads

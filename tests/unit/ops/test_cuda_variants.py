@@ -19,7 +19,7 @@ def sizes(tokens: int, weight_bits: int) -> MoeSizes:
 @pytest.mark.parametrize("weight_bits", [4, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 500, 8192])
 def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bits: int) -> None:
-    variants = candidate_variants(sizes(tokens, weight_bits), rounded_mxfp4=True, doubled=True)
+    variants = candidate_variants(sizes(tokens, weight_bits), rounded_mxfp4=True)
     assert variants
     assert [variant_named(str(variant)) for variant in variants] == list(variants)
     assert len({str(variant) for variant in variants}) == len(variants)
@@ -39,15 +39,6 @@ def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8_or_it_is_
         name for name in asked if name.startswith("grouped-mxfp4-")
     }
     assert any(map(rounds_activations, asked))
-
-
-def test_two_blocks_of_a_multiprocessor_are_candidates_only_where_they_are_asked_for() -> None:
-    def doubled(tokens: int, **asked: bool) -> set[str]:
-        return {str(each) for each in candidate_variants(sizes(tokens, 4), **asked) if str(each).endswith("b2")}
-
-    assert doubled(64, doubled=True) == {"grouped-mxfp4_weights-n16b2"}
-    assert not doubled(4096, doubled=True)
-    assert not doubled(64)
 
 
 @pytest.mark.parametrize("name", ["", "stock", "grouped-", "grouped-int4-n16", "grouped-bf16-nx", "direct-chained2"])

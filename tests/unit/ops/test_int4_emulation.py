@@ -52,12 +52,6 @@ def test_grouped_matches_the_reference(emulator: Emulator, tile, group, hidden, 
     assert_close(case, emulator.grouped(case.problem, MODE, tile_tokens=tile))
 
 
-def test_two_blocks_of_a_multiprocessor_give_the_bits_of_one(emulator: Emulator):
-    case = make_case(40, 2, 3, 320, 128, int4=64, zero_points=True)
-    one = emulator.grouped(case.problem, MODE, tile_tokens=16).clone()
-    assert torch.equal(one, emulator.grouped(with_poisoned_output(case), MODE, tile_tokens=16, doubled=True, blocks=1))
-
-
 @pytest.mark.parametrize("count", [1, 64, 65, 96, 97, 112, 113, 128])
 def test_grouped_tiles_of_any_fill_match_the_reference(emulator: Emulator, count):
     case = make_case(count, 1, 1, 96, 64, int4=32, zero_points=True)

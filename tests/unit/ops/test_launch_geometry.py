@@ -14,7 +14,6 @@ from moe_optimizer.costs.memory import GIB, MemoryRequest, activation_bytes
 from moe_optimizer.ops.cuda_variants import (
     DIRECT_PAIRS,
     DIRECT_TOKENS,
-    DOUBLED_TILES,
     MODES_OF_WEIGHT_BITS,
     PAIRED_TILES,
     TILE_TOKENS,
@@ -99,22 +98,6 @@ def grouped(emulator: Emulator, sizes: MoeSizes, mode: GemmMode, *options: Any, 
 def test_token_tiles_and_limits_are_the_compiled_ones(emulator: Emulator):
     assert [list(TILE_TOKENS[mode]) for mode in GemmMode] == emulator.module.tiles
     assert emulator.module.direct_limits == (DIRECT_TOKENS, DIRECT_PAIRS)
-
-
-@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.MXFP4_WEIGHTS])
-@pytest.mark.parametrize("mode", list(GemmMode))
-def test_two_blocks_fit_a_multiprocessor_or_are_refused(emulator: Emulator, mode, tile):
-    sizes = of_mode(replace(QWEN3, num_tokens=64), mode)
-    if tile not in DOUBLED_TILES.get(mode, ()):
-        with pytest.raises(ValueError, match=r"token tile"):
-            grouped(emulator, sizes, mode, tile, doubled=True)
-        return
-    launch = grouped(emulator, sizes, mode, tile, doubled=True)
-    assert launch["grid"] == 2 * 132
-    assert 2 * (launch["shared_bytes"] + 1024) <= 228 * 1024
-    assert launch["num_stages"] >= 2  # one is filled while the other is multiplied
-    with pytest.raises(ValueError, match=r"paired"):
-        grouped(emulator, sizes, mode, tile, doubled=True, paired=True)
 
 
 @any_size

@@ -56,16 +56,16 @@ void run_gemms(const Problem& problem, const GroupedWorkspace& workspace, const 
   const TensorMap down = tensor_map(weight_view(problem.moe, 2));
   const GemmArgs up_args = up_arguments(problem, workspace, launch);
   const GemmArgs down_args = down_arguments(problem, workspace, launch);
-  with_tile<kMode>(launch, [&](auto tile, auto blocks) {
-    constexpr int kTokens = decltype(tile)::value, kBlocks = decltype(blocks)::value;
+  with_tile(CompiledTiles<kMode>(), launch, [&](auto tile) {
+    constexpr int kTokens = decltype(tile)::value;
     emulation::Grid grid{launch.grid,
                          kGemmThreads,
                          static_cast<size_t>(launch.shared_bytes),
-                         [&] { grouped_gemm_kernel<kMode, kTokens, true, kBlocks>(gate, up, up_args); },
+                         [&] { grouped_gemm_kernel<kMode, kTokens, true>(gate, up, up_args); },
                          0,
                          launch.cluster_blocks};
     std::vector<emulation::Grid> grids{grid, grid};
-    grids[1].kernel = [&] { grouped_gemm_kernel<kMode, kTokens, false, kBlocks>(down, down, down_args); };
+    grids[1].kernel = [&] { grouped_gemm_kernel<kMode, kTokens, false>(down, down, down_args); };
     check(emulation::launch_together(grids, seed));
   });
 }
