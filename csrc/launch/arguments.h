@@ -2,6 +2,7 @@
 // tests' emulation, so that both start the kernels with the same numbers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -106,6 +107,19 @@ inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorksp
 // pairs the weights are read again soon, and it costs up to 7 %.
 constexpr int64_t kPairsForEvictFirst = 16;
 
+// What the scales of 256 rows take: exponents, or INT4's scales and zero points.
+inline int64_t tile_scale_bytes(const Problem& problem, bool down) {
+  const int64_t depth = down ? problem.moe.intermediate_size : problem.moe.hidden_size;
+  if (!is_int4(problem)) return 2 * kBoxRows * (depth / kScaleGroup);
+  const Int4Factors of = down ? w2_factors(problem.int4) : w13_factors(problem.int4);
+  return 2 * kBoxRows * (depth >> of.shift) * (of.zero != nullptr ? 3 : 2);
+}
+inline void take_scale_buffers(GemmArgs& args, const Problem& problem, const GroupedLaunch& launch, bool down) {
+  if (launch.scale_bytes == 0) return;
+  args.scale_buffer_bytes = static_cast<int32_t>(tile_scale_bytes(problem, down));
+  args.scale_buffers = std::min(kMostScaleBuffers, launch.scale_bytes / args.scale_buffer_bytes);
+}
+
 inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   const FusedExpertsArgs& moe = problem.moe;
   const bool prepared = launch.mode != GemmMode::kBf16;
@@ -134,6 +148,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
   if (is_int4(problem)) args.int4 = w13_factors(problem.int4);
+  take_scale_buffers(args, problem, launch, false);
   return args;
 }
 
@@ -151,6 +166,7 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   args.weight_scale = moe.w2_scale;
   args.exponents = moe.w2_exponents;
   if (is_int4(problem)) args.int4 = w2_factors(problem.int4);
+  take_scale_buffers(args, problem, launch, true);
   args.bias = moe.w2_bias;
   args.depth = static_cast<int32_t>(moe.intermediate_size);
   args.rows = static_cast<int32_t>(moe.hidden_size);

@@ -118,15 +118,51 @@ static_assert(kRouteSharedPerExpert * kMaxExperts + static_cast<int64_t>(sizeof(
                   kSharedLimit,
               "more shared memory than a block may have");
 
-// Stages and shared memory of the GEMMs' ring.
+// A buffer of scales beside the ring for the launch that needs more, or 0 where a bulk copy cannot bring them: it
+// takes whole 16 bytes. Parts of tensors begin at whole 32 rows, so what their first byte is decides.
+inline int64_t most_scale_bytes(const Problem& problem) {
+  const Int4Args& int4 = problem.int4;
+  uintptr_t addresses = 0;
+  if (is_int4(problem)) {
+    for (const uint16_t* scale : {int4.w13_scale, int4.w2_scale}) addresses |= reinterpret_cast<uintptr_t>(scale);
+    for (const uint8_t* zero : {int4.w13_zero, int4.w2_zero}) addresses |= reinterpret_cast<uintptr_t>(zero);
+  } else {
+    const FusedExpertsArgs& moe = problem.moe;
+    for (const uint8_t* each : {moe.w13_exponents, moe.w2_exponents}) addresses |= reinterpret_cast<uintptr_t>(each);
+  }
+  return addresses % 16 ? 0 : std::max(tile_scale_bytes(problem, false), tile_scale_bytes(problem, true));
+}
+
+// With scales beside it, a ring of so many stages is as fast as a longer one.
+constexpr int kStagesBesideScales = 3;
+
+// Stages and shared memory of the GEMMs' ring. scale_bytes: of a buffer beside it; two of them if that leaves enough of
+// the ring, else one of INT4, whose copies stage by stage cost most, else none.
 template <GemmMode kMode>
-void choose_ring(int32_t wanted_stages, GroupedLaunch& launch) {
+void choose_ring(int32_t wanted_stages, int64_t scale_bytes, GroupedLaunch& launch) {
   with_tile(CompiledTiles<kMode>(), launch, [&](auto tile) {
     using Shape = GemmShape<kMode, decltype(tile)::value>;
+    constexpr int kBarriers = 2 * static_cast<int>(sizeof(uint64_t));  // per stage
     constexpr int kFixed = 2 * Shape::kStagingBytes + kQueueBytes + kAlignmentSlack;
-    constexpr int kPerStage = Shape::kStageBytes + 2 * static_cast<int>(sizeof(uint64_t));  // and two barriers
-    launch.num_stages = wanted_stages > 0 ? wanted_stages : std::min(8, (kSharedLimit - kFixed) / kPerStage);
-    launch.shared_bytes = kFixed + launch.num_stages * kPerStage;
+    const auto stages_of = [&](int64_t fixed, int stage) {
+      return static_cast<int32_t>(std::clamp<int64_t>((kSharedLimit - fixed) / stage, 0, 8));
+    };
+    int fixed = kFixed, per_stage = Shape::kStageBytes + kBarriers;
+    if constexpr (Shape::kTileScales) {
+      constexpr int kFewestBuffers = Shape::kInt4 ? 1 : 2;
+      const int32_t least =
+          wanted_stages > 0 ? wanted_stages : std::min(kStagesBesideScales, stages_of(fixed, per_stage));
+      for (int buffers = scale_bytes > 0 ? 2 : 0; buffers >= kFewestBuffers; --buffers) {
+        const int64_t with_scales = kFixed + kScaleBarrierBytes + buffers * scale_bytes;
+        if (stages_of(with_scales, Shape::kStageBytesBeside + kBarriers) < least) continue;
+        launch.scale_bytes = static_cast<int32_t>(buffers * scale_bytes);
+        fixed = static_cast<int>(with_scales);
+        per_stage = Shape::kStageBytesBeside + kBarriers;
+        break;
+      }
+    }
+    launch.num_stages = wanted_stages > 0 ? wanted_stages : stages_of(fixed, per_stage);
+    launch.shared_bytes = fixed + launch.num_stages * per_stage;
   });
   // The math warps' release trails: BF16 releases stage s once s + 1 is issued, FP8 once s + 1 is there. Warps that
   // keep s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
@@ -161,7 +197,7 @@ inline GroupedLaunch grouped_launch(const Problem& problem, const Variant& varia
                       : launch.mode == GemmMode::kInt4Weights ? choose_ring<GemmMode::kInt4Weights>
                       : launch.mode == GemmMode::kMxfp4       ? choose_ring<GemmMode::kMxfp4>
                                                               : choose_ring<GemmMode::kMxfp4Weights>;
-  choose(variant.num_stages, launch);
+  choose(variant.num_stages, bits == 4 ? most_scale_bytes(problem) : 0, launch);
   launch.route_blocks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div64(num_pairs(moe), kRoutePairs)));
   launch.route_shared_bytes =
       static_cast<int32_t>(kRouteSharedPerExpert * moe.num_local_experts + sizeof(RouteShared) + kAlignmentSlack);

@@ -69,9 +69,10 @@ struct GroupedLaunch {
   int32_t route_shared_bytes;
   int32_t prepare_blocks;  // that prepare the tokens, beside those that count pairs
   int32_t cluster_blocks;  // 1, or 2 in pairs
+  int32_t scale_bytes;     // of the buffers beside the ring with the scales of tiles (TileScales); 0: in the stages
 
   MOEOPT_FIELDS(mode, tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks,
-                cluster_blocks)
+                cluster_blocks, scale_bytes)
 };
 
 // Null where a mode does not use it.

@@ -389,8 +389,14 @@ MOEOPT_DEVICE void cp_async_4(void* shared, const void* global, bool valid) {
 MOEOPT_DEVICE void cp_async_mbarrier_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
-// cp.async.bulk: neighbouring bytes, a multiple of 16, for which `barrier` waits. With .L2::cache_hint evict_first, for
-// data that is read once.
+// cp.async.bulk: neighbouring bytes, a multiple of 16, for which `barrier` waits.
+MOEOPT_DEVICE void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_address(shared)),
+               "l"(global), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
+}
+// The same with .L2::cache_hint evict_first, for data that is read once.
 MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -25,7 +25,8 @@
 //   kBf16        BF16 x BF16.
 //   kFp8Weights  E4M3 x BF16: weights are converted to BF16 in registers; prepare_tokens.cuh permutes the tokens.
 //   kMxfp4Weights  E2M1 codes x BF16: likewise, 256 of K per stage, with the exponents of its groups as they lie in
-//                memory. The scales are part of the BF16 weights, so there are no partial sums and tiles can be wider.
+//                memory, or those of all of K beside the ring (TileScales). The scales are part of the BF16 weights, so
+//                there are no partial sums and tiles can be wider.
 //   kInt4Weights  INT4 codes x BF16: the same, with the scales and zero points of the groups.
 //   kMxfp4       E2M1 codes x E4M3: weights are converted to E4M3 in registers, relative to the largest scale of their
 //                row (mxfp4.cuh). Tokens as in kFp8, in the order of e4m3_position.
@@ -37,6 +38,7 @@
 //                 kMxfp4, kDown: + 32, the first warp's threads once more when their ratios are stored
 //   empty[stage]  8, one per math warp; paired: 16
 //   full[slot]    1, of the work queue
+//   full, empty of the buffers of scales: see TileScales
 // Producers wait for work and empty stages, math warps for work and full stages. The math warps' fence after their wait
 // makes what cp.async wrote visible to wgmma. In a pair, bytes may land before this block expects them: the phase stays
 // open because the arrival that expects them is still missing.
@@ -224,27 +226,9 @@ struct StageExponents {
 };
 
 // INT4: the same for the scales and zero points of a stage's 256 rows: 8, 4 or 2 of each per row. A word of either may
-// begin in the group before; where it does follows from the group's number (Int4FactorsOfLane).
+// begin in the group before; where it does follows from the group's number (Int4FactorsOfLane). Nothing is kept from
+// stage to stage, for which this warp has no registers.
 struct StageInt4Factors {
-  int64_t expert;  // its first group
-  int first[2];  // from there on: with which this lane's first row begins, in either box; the others are 32 rows apart
-  int rows_left[2], stride, groups;
-
-  template <bool kUp>
-  MOEOPT_DEVICE static StageInt4Factors of(const GemmArgs& args, const WorkTile& work) {
-    StageInt4Factors factors;
-    factors.groups = args.depth >> args.int4.shift;
-    factors.stride = 32 * (kUp ? w13_row(args.activation, args.rows, 1, 0) : 1) * factors.groups;
-    factors.expert = static_cast<int64_t>(work.expert) * args.weight_rows * factors.groups;
-    MOEOPT_UNROLL
-    for (int box = 0; box < 2; ++box) {
-      const int row = box_row<kUp>(work.row_tile, box) + thread_index();
-      const int inside = row < args.rows ? row : 0;
-      factors.first[box] = (kUp ? w13_row(args.activation, args.rows, inside, box) : inside) * factors.groups;
-      factors.rows_left[box] = args.rows - row;
-    }
-    return factors;
-  }
   // Copies the words that hold `bytes` bytes from the offset on.
   template <int kWords>
   MOEOPT_DEVICE static void copy_words(unsigned char* to, const unsigned char* base, int offset, int bytes,
@@ -256,16 +240,21 @@ struct StageInt4Factors {
       if (4 * w < bytes) cp_async_4(to + 4 * w, from + 4 * w, inside);
     }
   }
-  MOEOPT_DEVICE void copy(const Int4Factors& of, unsigned char* stage, int step) const {
-    const int per_step = 256 >> of.shift, left = groups - step * per_step, count = left < per_step ? left : per_step;
-    const auto* scales = reinterpret_cast<const unsigned char*>(of.scale + expert);
+  template <bool kUp>
+  MOEOPT_DEVICE static void copy(const GemmArgs& args, const WorkTile& work, unsigned char* stage, int step) {
+    const Int4Factors& of = args.int4;
+    const int groups = args.depth >> of.shift, per_step = 256 >> of.shift, left = groups - step * per_step;
+    const int count = left < per_step ? left : per_step;
+    const int64_t expert = static_cast<int64_t>(work.expert) * args.weight_rows * groups;  // its first group
     MOEOPT_NO_UNROLL
     for (int r = 0; r < 2 * kBoxRows / 32; ++r) {
-      const int box = r / (kBoxRows / 32), i = r % (kBoxRows / 32);
-      const bool inside = 32 * i < (box ? rows_left[1] : rows_left[0]);
-      const int begin = (box ? first[1] : first[0]) + (inside ? i * stride : 0) + step * per_step;
+      const int box = r / (kBoxRows / 32),
+                row = box_row<kUp>(work.row_tile, box) + r % (kBoxRows / 32) * 32 + thread_index();
+      const bool inside = row < args.rows;
+      const int read = inside ? row : 0, weight_row = kUp ? w13_row(args.activation, args.rows, read, box) : read;
+      const int begin = weight_row * groups + step * per_step;
       unsigned char* to = stage + (r * 32 + thread_index()) * kInt4RowBytes;
-      copy_words<5>(to, scales, 2 * begin, 2 * count, inside);
+      copy_words<5>(to, reinterpret_cast<const unsigned char*>(of.scale + expert), 2 * begin, 2 * count, inside);
       if (of.zero != nullptr) copy_words<3>(to + kInt4ZeroOffset, of.zero + expert, begin, count, inside);
     }
   }
@@ -328,10 +317,38 @@ MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const WorkTile& work) {
 template <GemmMode kMode, bool kUp>
 constexpr bool kHasMxfp4Ratios = kMode == GemmMode::kMxfp4 && !kUp;
 
+// Copies the scales of a work tile's groups beside the ring, by one thread. The 128 rows of either box are neighbours
+// in memory; in kDown, and where gate and up alternate, so are all 256. geometry.h checks that every part is whole 16
+// bytes.
+template <GemmMode kMode, bool kUp>
+MOEOPT_DEVICE void copy_tile_scales(const GemmArgs& args, const TileScales& scales, const WorkTile& work) {
+  constexpr bool kInt4 = kMode == GemmMode::kInt4Weights;
+  const bool alternate = kUp && args.activation == Activation::kSwigluOai, apart = kUp && !alternate;
+  const int groups = kInt4 ? args.depth >> args.int4.shift : args.depth / static_cast<int>(kScaleGroup);
+  const int row = box_row<kUp>(work.row_tile, 0), together = apart ? kBoxRows : 2 * kBoxRows;
+  const int left = alternate ? 2 * (args.rows - row) : args.rows - row, rows = left < together ? left : together;
+  const int parts = apart ? 2 : 1, bytes = rows * groups;  // bytes: of one part, a byte per group
+  uint64_t* full = scales.full();
+  const bool zeros = kInt4 && args.int4.zero != nullptr;
+  mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(parts * bytes * (kInt4 ? zeros ? 3 : 2 : 1)));
+  for (int part = 0; part < parts; ++part) {
+    const int first = kUp ? w13_row(args.activation, args.rows, row, part) : row;
+    const int64_t group = (static_cast<int64_t>(work.expert) * args.weight_rows + first) * groups;
+    unsigned char* to = scales.data() + part * kBoxRows * groups * (kInt4 ? 2 : 1);
+    if constexpr (kInt4) {
+      bulk_load(to, args.int4.scale + group, 2 * bytes, full);
+      unsigned char* to_zeros = scales.data() + (2 * 2 * kBoxRows + part * kBoxRows) * groups;
+      if (zeros) bulk_load(to_zeros, args.int4.zero + group, bytes, full);
+    } else {
+      bulk_load(to, args.exponents + group, bytes, full);
+    }
+  }
+}
+
 // The first producer warp: the work queue, weights, and scales.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
-                                   WorkQueue queue) {
+                                   WorkQueue queue, TileScales tile_scales) {
   using Shape = GemmShape<kMode, kTokens>;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
   if (kUp) griddepcontrol_wait();
@@ -342,14 +359,16 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
   TileSignals signals(args, queue, num_steps);
   if (fills_queue) filler.push(filler.scheduler.first());
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
+    const bool beside = Shape::kTileScales && tile_scales.used();
+    // A single buffer is free when the tile before is done: first the stages are filled that it has released.
+    const int filled_first =
+        args.scale_buffers > 1 ? 0 : (num_steps < args.num_stages ? num_steps : args.num_stages) - 1;
     if (StageScales<kMode, kTokens, kUp>::kHasRatios || kHasMxfp4Ratios<kMode, kUp>) wait_for_rows(args, work);
     using Scales =
         std::conditional_t<kHasMxfp4Ratios<kMode, kUp>, StageRatios<kTokens>, StageScales<kMode, kTokens, kUp>>;
     Scales scales(args, work.tile(), work.row_tile);
     StageExponents exponents;
     if constexpr (Shape::kMxfp4) exponents = StageExponents::of<kUp>(args, work);
-    StageInt4Factors factors;
-    if constexpr (Shape::kInt4) factors = StageInt4Factors::of<kUp>(args, work);
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       if (ahead > 0) {
@@ -357,8 +376,15 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       } else if (lane == 0) {
         copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
+      if (beside && step == filled_first) {
+        mbarrier_wait_parity(tile_scales.empty(), tile_scales.parity ^ 1u);
+        if (lane == 0) copy_tile_scales<kMode, kUp>(args, tile_scales, work);
+        tile_scales.advance();
+      }
       if constexpr (Shape::kMxfp4) {
-        exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
+        if (!beside) {
+          exponents.template copy<Shape::kExponentBytes>(ring.data() + Shape::kScaleOffset, step);
+        }
         cp_async_mbarrier_arrive(ring.full + ring.stage);
         if constexpr (kHasMxfp4Ratios<kMode, kUp>) {
           auto* behind = ring.data() + Shape::kScaleOffset + Shape::kBoxes * kBoxRows * Shape::kExponentBytes;
@@ -366,7 +392,7 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
           mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
         }
       } else if constexpr (Shape::kInt4) {
-        factors.copy(args.int4, ring.data() + Shape::kScaleOffset, step);
+        if (!beside) StageInt4Factors::copy<kUp>(args, work, ring.data() + Shape::kScaleOffset, step);
         cp_async_mbarrier_arrive(ring.full + ring.stage);
       } else {
         scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
@@ -479,12 +505,13 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
 // stage are multiplied.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
-                                 const Staging& staging) {
+                                 const TileScales& scales, const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
   const int warpgroup = staging.warpgroup;
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
   const int first1 = first_row<kUp>(row_tile, warpgroup, 1);
   TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
+  const bool beside = Shape::kTileScales && scales.used();
   LargestExponents largest;
   if constexpr (kMode == GemmMode::kMxfp4) {
     largest = LargestExponents::of_tile<kUp>(args, tile.expert, row_tile, warpgroup);
@@ -495,19 +522,25 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else if constexpr (kMode == GemmMode::kFp8Weights) {
     multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kMxfp4Weights) {
-    multiply_stages_of_four_bits<kColumns>(
-        stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
+    if constexpr (Shape::kTileScales) {
+      multiply_stages_of_four_bits<kColumns>(
+          stages, ExponentsOfLane::of<kUp>(args, scales, beside, tile.expert, row_tile, warpgroup), sum0, sum1);
+    } else {
+      multiply_stages_of_four_bits<kColumns>(
+          stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup), sum0, sum1);
+    }
   } else if constexpr (kMode == GemmMode::kMxfp4) {
     multiply_stages_mxfp4<kColumns, !kUp>(stages, StageExponentsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
                                           largest, sum0, sum1);
   } else if constexpr (kMode == GemmMode::kInt4Weights) {
-    multiply_stages_of_four_bits<kColumns>(stages, Int4FactorsOfLane::of<kUp>(args, tile.expert, row_tile, warpgroup),
-                                           sum0, sum1);
+    multiply_stages_of_four_bits<kColumns>(
+        stages, Int4FactorsOfLane::of<kUp>(args, scales, beside, tile.expert, row_tile, warpgroup), sum0, sum1);
   } else if constexpr (kColumns <= kExactColumns) {
     multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
   } else {
     multiply_stages_fp8_wide<kColumns, !kUp>(stages, sum0, sum1);
   }
+  if (beside) scales.release();
   touch_all(sum0);
   touch_all(sum1);
   if (Shape::kMxfp4 || args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
@@ -546,22 +579,26 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
 // Multiplies with the narrowest compiled width that holds the tile's tokens: fewer columns, less arithmetic.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
-                                      const Staging& staging) {
+                                      const TileScales& scales, const Staging& staging) {
   constexpr int kNarrower = kNarrowerColumns<kTokens, kColumns>;
   if constexpr (kNarrower > 0) {
     if (tile.count <= kNarrower) {
-      multiply_narrowest<kMode, kTokens, kNarrower, kUp>(args, tile, row_tile, ring, staging);
+      multiply_narrowest<kMode, kTokens, kNarrower, kUp>(args, tile, row_tile, ring, scales, staging);
       return;
     }
   }
-  multiply_tile<kMode, kTokens, kColumns, kUp>(args, tile, row_tile, ring, staging);
+  multiply_tile<kMode, kTokens, kColumns, kUp>(args, tile, row_tile, ring, scales, staging);
 }
 
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, const Staging& staging) {
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, TileScales scales,
+                                  const Staging& staging) {
+  const bool beside = GemmShape<kMode, kTokens>::kTileScales && scales.used();
   if (kUp) griddepcontrol_wait();
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
-    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, work.tile(), work.row_tile, ring, staging);
+    if (beside) mbarrier_wait_parity(scales.full(), scales.parity);
+    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, work.tile(), work.row_tile, ring, scales, staging);
+    if (beside) scales.advance();
   }
   if constexpr (kUp) {
     bar_warp_sync();  // all lanes have stored
@@ -575,9 +612,13 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
                         const MOEOPT_GRID_CONSTANT GemmArgs args) {
   using Shape = GemmShape<kMode, kTokens>;
   MOEOPT_SHARED_BASE(shared);
-  unsigned char* after_ring = shared + args.num_stages * Shape::kStageBytes;
+  const int stage_bytes = Shape::kTileScales && args.scale_buffers > 0 ? Shape::kStageBytesBeside : Shape::kStageBytes;
+  unsigned char* const buffers = shared + args.num_stages * stage_bytes;
+  unsigned char* after_ring = buffers;
+  if constexpr (Shape::kTileScales) after_ring += args.scale_buffers * args.scale_buffer_bytes;
   const WorkQueue queue(after_ring + 2 * Shape::kStagingBytes);
   auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes + kQueueBytes);
+  const TileScales tile_scales(args, buffers, barriers + 2 * args.num_stages);
   if (thread_index() == 0) {
     prefetch_tensormap(&map0);
     prefetch_tensormap(&map1);
@@ -587,6 +628,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     }
     for (int place = 0; place < kQueueSlots; ++place) mbarrier_init(queue.full + place, 1);
     mbarrier_init(queue.math_done, (kGemmThreads - kProducerThreads) / 32);
+    for (int b = 0; Shape::kTileScales && b < args.scale_buffers; ++b) {
+      mbarrier_init(tile_scales.barriers + b, 1);
+      mbarrier_init(tile_scales.barriers + kMostScaleBuffers + b, (kGemmThreads - kProducerThreads) / 32);
+    }
     fence_mbarrier_init();
   }
   if (args.paired) {
@@ -594,11 +639,11 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   } else {
     bar_sync();
   }
-  const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
+  const GemmRing ring(shared, barriers, args.num_stages, stage_bytes);
   if (thread_index() < kProducerThreads) {
     setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() < 32) {
-      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue);
+      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue, tile_scales);
     } else {
       produce_tokens<kMode, kTokens, kUp>(args, ring, queue);
     }
@@ -606,7 +651,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     setmaxnreg_inc<kMathRegisters>();
     const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes,
                              Shape::kStagedTokens};
-    multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);
+    multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, tile_scales, staging);
   }
   if (args.paired) barrier_cluster_sync();  // the other block may still arrive at barriers of this one
 }

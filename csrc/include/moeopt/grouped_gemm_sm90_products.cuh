@@ -129,7 +129,8 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsign
   wgmma_wait_group<0>();
 }
 
-// Where the exponents of a lane's rows g and g + 8 of both operands start within their first word (StageExponents).
+// In tiles that never have them beside the ring: where the exponents of a lane's rows g and g + 8 of both operands
+// start within their first word (StageExponents).
 struct StageExponentsOfLane {
   uint32_t selectors[2][2];  // of prmt: that byte of this lane's group, four times
   int groups;                // of a row, from this lane's first on
@@ -137,10 +138,11 @@ struct StageExponentsOfLane {
   // Whether this lane's group of a piece is one of the row: behind the last are the next row's exponents, of which one
   // may not be finite.
   MOEOPT_DEVICE uint32_t piece(int step, int piece) const { return 8 * step + 4 * piece < groups ? 0x00ff00ffu : 0; }
+  MOEOPT_DEVICE static const unsigned char* of_stage(const unsigned char* in_stage, int /*step*/) { return in_stage; }
   // That of row `row` of the stage, which is this lane's row of operand `a`.
-  MOEOPT_DEVICE uint32_t factor(const float* scales, int row, int /*step*/, int piece, int a, int half,
+  MOEOPT_DEVICE uint32_t factor(const unsigned char* in_stage, int row, int piece, int a, int half,
                                 uint32_t mask) const {
-    const auto* words = reinterpret_cast<const uint32_t*>(scales) + row * 4 + piece;
+    const auto* words = reinterpret_cast<const uint32_t*>(in_stage) + row * 4 + piece;
     return mxfp4_factor(prmt(words[0], words[1], selectors[a][half]) & mask);
   }
   MOEOPT_DEVICE static void turn(uint32_t codes, uint32_t factor, uint32_t (&values)[4]) {
@@ -167,6 +169,74 @@ struct StageExponentsOfLane {
       }
     }
     return exponents;
+  }
+};
+
+// Where the scales of a lane's rows g and g + 8 of both operands lie: in a stage, `row_bytes` per row, or beside the
+// ring (TileScales).
+template <GemmMode kMode, bool kUp>
+struct RowsOfLane {
+  int stage[2], beside[2];  // row g of operand 0, 1: its number in a stage, or in the order of memory
+  int weight_row[2];        // in the tensor
+  uint32_t exists[2];       // all bits, or none: I and H are multiples of 32, so of all 16 rows of the warp alike
+  int apart;                // beside the ring: from row g to row g + 8
+
+  MOEOPT_DEVICE RowsOfLane(const GemmArgs& args, int row_tile, int warpgroup) {
+    const int g = thread_index() % 32 / 4, warp = thread_index() / 32 % 4;
+    const bool alternate = kUp && args.activation == Activation::kSwigluOai;
+    apart = alternate ? 16 : 8;
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      const int row = first_of_operand<kMode, kUp>(row_tile, warpgroup, a) + warp * kWarpRows<kMode, kUp> + g;
+      const int inside = kUp ? 16 * warpgroup + 32 * warp + g : kBoxRows * warpgroup + 64 * a + 16 * warp + g;
+      stage[a] = kUp ? kBoxRows * a + inside : inside;
+      beside[a] = alternate ? 2 * inside + a : stage[a];
+      weight_row[a] = kUp ? w13_row(args.activation, args.rows, row, a) : row;
+      exists[a] = row < args.rows ? ~0u : 0;
+    }
+  }
+};
+
+// The exponents of a lane's rows, of its group in each piece of 128 of K.
+struct ExponentsOfLane {
+  const unsigned char* tile;  // beside the ring
+  bool beside;
+  int rows[2], apart;  // byte offsets: of row g of operand 0, 1; from there to row g + 8
+  uint32_t exists[2];
+  int groups;  // of a row, from this lane's first on
+
+  template <bool kUp>
+  MOEOPT_DEVICE static ExponentsOfLane of(const GemmArgs& args, const TileScales& scales, bool beside, int expert,
+                                          int row_tile, int warpgroup) {
+    constexpr int kRowBytes = GemmShape<GemmMode::kMxfp4Weights, 16>::kExponentBytes;
+    const RowsOfLane<GemmMode::kMxfp4Weights, kUp> rows(args, row_tile, warpgroup);
+    const int groups = args.depth / static_cast<int>(kScaleGroup), t = thread_index() % 4;
+    ExponentsOfLane lane{scales.data(), beside, {}, 0, {rows.exists[0], rows.exists[1]}, groups - t};
+    lane.apart = beside ? rows.apart * groups : 8 * kRowBytes;
+    const auto base = reinterpret_cast<uintptr_t>(args.exponents) +
+                      static_cast<uintptr_t>(expert) * static_cast<uintptr_t>(args.weight_rows * groups);
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {  // in a stage a row begins at its place in a word (StageExponents)
+      const auto skew = static_cast<int>((base + static_cast<uintptr_t>(rows.weight_row[a] * groups)) % 4);
+      lane.rows[a] = (beside ? rows.beside[a] * groups : rows.stage[a] * kRowBytes + skew) + t;
+    }
+    return lane;
+  }
+  // Whether this lane's group of a piece is one of the row: behind the last are the next row's exponents, of which one
+  // may not be finite.
+  MOEOPT_DEVICE uint32_t piece(int step, int piece) const { return 8 * step + 4 * piece < groups ? ~0u : 0; }
+  MOEOPT_DEVICE const unsigned char* of_stage(const unsigned char* in_stage, int step) const {
+    return beside ? tile + 8 * step : in_stage;
+  }
+  // A byte per lane: four lanes read a word, and rows of any number of groups need no other way. At 64 groups (K =
+  // 2048) four of the eight rows share a bank.
+  MOEOPT_DEVICE uint32_t factor(const unsigned char* of_stage, int /*row*/, int piece, int a, int half,
+                                uint32_t mask) const {
+    const uint32_t exponent = of_stage[rows[a] + half * apart + 4 * piece];
+    return mxfp4_factor(exponent * 0x00010001u & mask & exists[a]);
+  }
+  MOEOPT_DEVICE static void turn(uint32_t codes, uint32_t factor, uint32_t (&values)[4]) {
+    bf16_of_e2m1(codes, factor, values);
   }
 };
 
@@ -232,37 +302,58 @@ struct LargestExponents {
   }
 };
 
-// Where the scales and zero points of a lane's rows lie in a stage (StageInt4Factors).
+// The scales and zero points of a lane's rows, of its group in each piece of 128 of K.
 struct Int4FactorsOfLane {
-  const GemmArgs& args;
-  uint32_t phase[2];  // of operand 0, 1: the first group of this lane's rows, modulo 4; rows g and g + 8 have the same
+  const Int4Factors& of_tensor;
+  const unsigned char* tile;  // beside the ring
+  bool beside;
+  int rows[2], apart;  // byte offsets of scales: of row g of operand 0, 1; from there to row g + 8
+  uint32_t exists[2];
+  uint32_t phase[2];  // in a stage: the first group of this lane's rows, modulo 4; of rows g and g + 8 it is the same
+  int depth;
+
+  struct OfStage {
+    const unsigned char *scale, *zero[2];
+  };
 
   template <bool kUp>
-  MOEOPT_DEVICE static Int4FactorsOfLane of(const GemmArgs& args, int /*expert*/, int row_tile, int warpgroup) {
-    Int4FactorsOfLane factors{args, {0, 0}};
+  MOEOPT_DEVICE static Int4FactorsOfLane of(const GemmArgs& args, const TileScales& scales, bool beside, int /*expert*/,
+                                            int row_tile, int warpgroup) {
+    const RowsOfLane<GemmMode::kInt4Weights, kUp> rows(args, row_tile, warpgroup);
+    const int groups = args.depth >> args.int4.shift;
+    Int4FactorsOfLane lane{args.int4, scales.data(), beside, {}, 0, {rows.exists[0], rows.exists[1]}, {}, args.depth};
+    lane.apart = beside ? 2 * rows.apart * groups : 8 * kInt4RowBytes;
     MOEOPT_UNROLL
     for (int a = 0; a < 2; ++a) {
-      constexpr GemmMode kMode = GemmMode::kInt4Weights;
-      const int row = first_of_operand<kMode, kUp>(row_tile, warpgroup, a) + thread_index() % 32 / 4;
-      const int weight_row = kUp ? w13_row(args.activation, args.rows, row, a) : row;
-      factors.phase[a] = static_cast<uint32_t>(weight_row * (args.depth >> args.int4.shift)) % 4;
+      lane.phase[a] = beside ? 0 : static_cast<uint32_t>(rows.weight_row[a] * groups) % 4;
+      lane.rows[a] = beside ? 2 * rows.beside[a] * groups : rows.stage[a] * kInt4RowBytes;
     }
-    return factors;
+    return lane;
   }
   // All bits, or none where this lane's group of a piece lies behind the row's last: who knows what its factor is.
   MOEOPT_DEVICE uint32_t piece(int step, int piece) const {
-    return 256 * step + 128 * piece + 32 * (thread_index() % 4) < args.depth ? ~0u : 0;
+    return 256 * step + 128 * piece + 32 * (thread_index() % 4) < depth ? ~0u : 0;
   }
-  MOEOPT_DEVICE uint32_t factor(const float* scales, int row, int step, int piece, int a, int /*half*/,
-                                uint32_t mask) const {
-    const auto* of_row = reinterpret_cast<const unsigned char*>(scales) + row * kInt4RowBytes;
-    const int group = (128 * piece + 32 * (thread_index() % 4)) >> args.int4.shift;
+  MOEOPT_DEVICE OfStage of_stage(const unsigned char* in_stage, int step) const {
+    const int first = step * (256 >> of_tensor.shift);  // group of the step
+    if (beside) {
+      const unsigned char* zeros = tile + 2 * kBoxRows * 2 * (depth >> of_tensor.shift) + first;
+      return {tile + 2 * first, {zeros, zeros}};
+    }
     // A stage has 8, 4 or 2 groups: only the last moves the zero points in their words.
-    const uint32_t of_step = args.int4.shift == 7 ? 2 * step : 0;
-    const uint32_t scale = *reinterpret_cast<const uint16_t*>(of_row + 2 * (group + phase[a] % 2));
-    const uint32_t zero = args.int4.zero != nullptr ? of_row[kInt4ZeroOffset + group + (phase[a] + of_step) % 4]
-                                                    : kInt4SymmetricZeroPoint;
-    return int4_factor(scale, zero) & mask;
+    const auto of_step = static_cast<uint32_t>(first);
+    return {
+        in_stage,
+        {in_stage + kInt4ZeroOffset + (phase[0] + of_step) % 4, in_stage + kInt4ZeroOffset + (phase[1] + of_step) % 4}};
+  }
+  MOEOPT_DEVICE uint32_t factor(const OfStage& of_stage, int /*row*/, int piece, int a, int half, uint32_t mask) const {
+    const int group = (128 * piece + 32 * (thread_index() % 4)) >> of_tensor.shift, row = rows[a] + half * apart;
+    const uint32_t scale =
+        *reinterpret_cast<const uint16_t*>(of_stage.scale + row + 2 * (group + static_cast<int>(phase[a] % 2)));
+    // Beside the ring a zero point has half of a scale's bytes; in a stage a row has the same for both.
+    const uint32_t zero =
+        of_tensor.zero != nullptr ? of_stage.zero[a][(beside ? row / 2 : row) + group] : kInt4SymmetricZeroPoint;
+    return int4_factor(scale, zero) & mask & exists[a];
   }
   MOEOPT_DEVICE static void turn(uint32_t codes, uint32_t factor, uint32_t (&values)[4]) {
     bf16_of_int4(codes, factor, values);
@@ -280,6 +371,7 @@ MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& o
   for (int step = 0; step < stages.num_steps; ++step) {
     stages.open();
     const uint64_t b = matrix_descriptor(stages.tokens());
+    const auto scales = of_lane.of_stage(stages.ring.data() + Stages::Shape::kScaleOffset, step);
     MOEOPT_UNROLL
     for (int piece = 0; piece < 2; ++piece) {
       Vec4 rows[2][2];
@@ -292,7 +384,7 @@ MOEOPT_DEVICE void multiply_stages_of_four_bits(Stages& stages, const Factors& o
           const int row = stages.stage_row(a) + lane / 4 + 8 * half;
           rows[a][half] = *reinterpret_cast<const Vec4*>(stages.ring.data() + row * 128 +
                                                          (((4 * piece + lane % 4) ^ swizzle) << 4));
-          factors[a][half] = of_lane.factor(stages.scales(), row, step, piece, a, half, mask);
+          factors[a][half] = of_lane.factor(scales, row, piece, a, half, mask);
         }
       }
       MOEOPT_UNROLL

@@ -64,8 +64,12 @@ struct GemmShape {
                                      : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
                                                                                           : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
+  // Whether the scales of a tile's groups may lie beside the ring instead (TileScales). Wide tiles lack shared memory
+  // for it, and have products enough to hide the copies: MXFP4's of 64 tokens were faster without.
+  static constexpr bool kTileScales = (kInt4 && kTokens <= 64) || (kMode == GemmMode::kMxfp4Weights && kTokens <= 32);
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
-  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
+  static constexpr int kStageBytesBeside = kWeightBytes + kTokenBytes;  // with the scales beside the ring
+  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;     // of the staging buffer
   // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
   static constexpr int kStagingBytes = kStagedTokens * 128 + (kRoundsTokens ? kTokens * 4 : 0);
 };
@@ -120,8 +124,10 @@ struct GemmArgs {
   bool weights_evict_first;  // most experts have one token tile
   bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
-  const uint8_t* exponents;  // MXFP4; late, so that kernels without it stay the instructions they were
-  Int4Factors int4;          // likewise
+  const uint8_t* exponents;    // MXFP4; late, so that kernels without it stay the instructions they were
+  Int4Factors int4;            // likewise
+  int32_t scale_buffers;       // four bits in BF16 products: see TileScales; 0: the scales lie in the stages
+  int32_t scale_buffer_bytes;  // of each
 };
 
 struct GemmRing {
@@ -137,6 +143,41 @@ struct GemmRing {
   MOEOPT_DEVICE void advance() {
     if (++stage == num_stages) {
       stage = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+// Four bits: exponents of a work tile's rows, or INT4's scales and then zero points, of all of K, in buffers beside the
+// ring: [256 rows][groups], in the order of memory. They are few bytes but many rows: copied stage by stage they cost
+// up to an eighth of the time. The tiles take the buffers in turns. Rows past the last keep old bytes.
+//
+//   full[buffer]   1 arrival, with the bytes of the bulk copies
+//   empty[buffer]  8, one per math warp
+constexpr int kMostScaleBuffers = 4;
+constexpr int kScaleBarrierBytes = 2 * kMostScaleBuffers * 8;
+
+struct TileScales {
+  const GemmArgs& args;
+  unsigned char* buffers;
+  uint64_t* barriers;
+  int buffer = 0;
+  uint32_t parity = 0;
+
+  MOEOPT_DEVICE TileScales(const GemmArgs& args_, unsigned char* buffers_, uint64_t* barriers_)
+      : args(args_), buffers(buffers_), barriers(barriers_) {}
+  // Else the scales lie in the stages.
+  MOEOPT_DEVICE bool used() const { return args.scale_buffers > 0; }
+  MOEOPT_DEVICE uint64_t* full() const { return barriers + buffer; }
+  MOEOPT_DEVICE uint64_t* empty() const { return barriers + kMostScaleBuffers + buffer; }
+  MOEOPT_DEVICE unsigned char* data() const { return buffers + buffer * args.scale_buffer_bytes; }
+  // All lanes of the warp are done with the buffer.
+  MOEOPT_DEVICE void release() const {
+    if (thread_index() % 32 == 0) mbarrier_arrive_cluster(empty(), args.paired ? cluster_ctarank() : 0);
+  }
+  MOEOPT_DEVICE void advance() {
+    if (++buffer == args.scale_buffers) {
+      buffer = 0;
       parity ^= 1u;
     }
   }

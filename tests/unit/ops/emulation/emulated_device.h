@@ -440,7 +440,7 @@ inline void load_matrices(uint32_t (&m)[4], const void* shared_row, bool transpo
 inline void ldmatrix_x4(uint32_t (&m)[4], const void* shared_row) { load_matrices(m, shared_row, false); }
 inline void ldmatrix_x4_trans(uint32_t (&m)[4], const void* shared_row) { load_matrices(m, shared_row, true); }
 inline void prefetch_tensormap(const TensorMap*) {}
-inline void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
+inline void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes <= 0) {
     ::emulation::fail("bulk copy: not whole 16 bytes at aligned addresses");
   }
@@ -451,6 +451,9 @@ inline void bulk_load_evict_first(void* shared, const void* global, int bytes, u
     std::memcpy(owner->shared + to, global, static_cast<size_t>(bytes));
     mbarrier_complete(owner, offset, bytes, true);
   });
+}
+inline void bulk_load_evict_first(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  bulk_load(shared, global, bytes, barrier);
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid) {
