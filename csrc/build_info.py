@@ -25,7 +25,7 @@ DEVICE_SOURCES = {
 }
 """What the kernels for one device are made of: measured speeds hold as long as it stays."""
 CPU_OPS = ("fused_experts", "flash_dmoe", "int4_experts", "sparse_experts", "paged_attention")
-CUDA_OPS = ("fused_experts", "flash_dmoe", "gate_topk", "skinny_gemm", "paged_decode")
+CUDA_OPS = ("fused_experts", "flash_dmoe", "gate_topk", "skinny_gemm")
 
 
 def source_hash(compiler: str, cuda_archs: str) -> str:

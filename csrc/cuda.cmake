@@ -35,7 +35,7 @@ else()
        "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.h" "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.cuh")
   foreach(name cuda_kernels direct_experts gate_topk grouped_experts grouped_gemm_sm90_bf16 grouped_gemm_sm90_fp8
                grouped_gemm_sm90_fp8_weights grouped_gemm_sm90_int4_weights grouped_gemm_sm90_mxfp4
-               grouped_gemm_sm90_mxfp4_weights paged_decode router skinny_gemm tensor_map)
+               grouped_gemm_sm90_mxfp4_weights router skinny_gemm tensor_map)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
     set(report "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.json")
     add_custom_command(OUTPUT "${object}" "${report}"

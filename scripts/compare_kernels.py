@@ -2,9 +2,8 @@
 
     python scripts/compare_kernels.py COMMIT [COMMIT...] [--cuobjdump FILE]
 
-Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's, those
-of skinny_gemm and of paged_decode count in neither, as no table holds their times. Measured tables are filed under the
-hash of the sources.
+Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's and those
+of skinny_gemm count in neither, as no table holds their times. Measured tables are filed under the hash of the sources.
 A comment, a name or a further kernel changes that hash but not the kernels that were measured, so
 write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names, labels, numbers of
 registers and where in its struct a parameter lies do not count; every instruction and its order does.
@@ -39,7 +38,7 @@ from write_kernel_speeds import RECORDS, build_info  # noqa: E402
 
 from benchmarks.record import checkout  # noqa: E402
 
-_WITHOUT_TABLES = ("gate_topk.cu", "skinny_gemm.cu", "paged_decode.cu")
+_WITHOUT_TABLES = ("gate_topk.cu", "skinny_gemm.cu")
 _NAME = re.compile(r"\b_Z\w+|\$str\w*")
 _PARAMETER = re.compile(r"^(\s*ld\.param\S*\s.*)\[([^\]]+)\]", re.MULTILINE)
 _PARAMETER_BYTES = re.compile(r"(\.param .*_param_\d+)\[\d+\]")

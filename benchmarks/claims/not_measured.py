@@ -37,7 +37,6 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         'An "80 GB" H100 reports 81559 MiB': _THEIRS,
         "on one 80 GB card (56.93 GiB of weights), cache tokens; a test holds it | within 2 %": _THEIRS,
     },
-    "docs/passes/decode_attention.md": {"at most 97 % of vLLM's time": _SETTING},
     "docs/passes/skinny_gemm.md": {"at most 97 % of the other's time": _SETTING},
     "docs/install.md": {"one module, 5 MB packed": "seen when wheels are built", "of 30 MB or more": _SETTING},
     "docs/kernel_speeds.md": {"sum over 256 MiB": _SIZE},

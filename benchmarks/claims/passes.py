@@ -207,16 +207,6 @@ def _with_skinny_gemm(record: Any) -> list[float]:
     return [ours, plain, *(1 / verdict[bound] for bound in ("ratio", "high", "low"))]
 
 
-def _attention_of_a_step(record: Any) -> list[float]:
-    """Return the time of attention with one request in stock vLLM, of its two kernels, and the least that it can be."""
-    stock = record["sides"]["stock"]
-    rows = {row["group"]: row for row in stock["ledgers"][0]["rows"]}
-    kernels = stock["profiles"][0]["kernels"]
-    parts = [sum(each["us"] for each in kernels if name in each["name"]) for name in ("FwdSm90<", "FwdCombine<")]
-    found = [stock["ledgers"][0]["context"], rows["attention"]["us"], *parts, rows["attention"]["least_us"]]
-    return [*found, *(each["us"] for each in kernels if "reshape_and_cache" in each["name"])]
-
-
 def _longer_step(record: Any, requests: str) -> list[float]:
     found = record["results"][requests]["quantiles"]["50%"]
     low, high = found["ratio_interval_95"]
@@ -369,13 +359,6 @@ CLAIMS = [
                          for number in _side_by_side(found, "stock", key)]),
     Claim("docs/passes/skinny_gemm.md", "takes {3.72} ms in place of {3.92}, {1.05}x as fast ({1.04} to {1.06})",
           ("2026-11-27_h100_skinny_one_client",), _with_skinny_gemm),
-    Claim("docs/passes/decode_attention.md",
-          "with one request and {512} tokens of context, attention takes {569} us of a decode step of Qwen3-30B-A3B in "
-          "stock vLLM on one H100, {442} in FlashAttention-3's kernel and {125} in the one that merges\nits parts; "
-          "reading all keys and values at the data sheet's bandwidth takes {15} us "
-          "([record](../../benchmarks/records/2026-11-22_h100_decode_step.json)). The time goes to launches and to few "
-          "blocks with\nmuch to do each. Another launch stores each layer's new keys: {94} us.", (_DECODE_STEP,),
-          _attention_of_a_step),
     Claim("docs/passes/norm_rope_fusion.md",
           "a token took {3.88} ms with it and {3.97} ms without: {1.02} times as fast ({1.00} to {1.03};",
           ("2026-11-27_h100_norm_rope_fusion",), _with_norm_rope_fusion),

@@ -117,17 +117,6 @@ void run_skinny(const py::dict& gemm, int multiprocessors, uintptr_t stream) {
   py::gil_scoped_release release;
   run_skinny_gemm(args, multiprocessors, stream);
 }
-
-// ValueError: no kernel covers the call.
-py::dict decode_layout(const py::dict& attention, int multiprocessors) {
-  return to_python(paged_decode_layout(from_python<PagedDecodeArgs>("attention", attention), multiprocessors));
-}
-
-void run_decode(const py::dict& attention, int multiprocessors, uintptr_t stream) {
-  const auto args = from_python<PagedDecodeArgs>("attention", attention);
-  py::gil_scoped_release release;
-  run_paged_decode(args, multiprocessors, stream);
-}
 #endif
 
 }  // namespace
@@ -178,7 +167,5 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("cuda_gate_run", &run_gate, "Enqueues it on a stream.");
   module.def("cuda_skinny_layout", &skinny_layout, "What a product of few tokens with a weight matrix launches.");
   module.def("cuda_skinny_run", &run_skinny, "Enqueues it on a stream.");
-  module.def("cuda_decode_layout", &decode_layout, "What attention of few new tokens to a paged cache launches.");
-  module.def("cuda_decode_run", &run_decode, "Enqueues it on a stream.");
 #endif
 }

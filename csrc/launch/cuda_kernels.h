@@ -3,7 +3,6 @@
 
 #include "launch/problem.h"
 #include "moeopt/gate_topk.h"
-#include "moeopt/paged_decode.h"
 #include "moeopt/skinny_gemm.h"
 
 namespace moeopt {
@@ -24,10 +23,5 @@ void run_gate_topk(const GateTopkArgs& args, const RouterArgs& router, uintptr_t
 // The product of few tokens with a weight matrix (skinny_gemm.cuh): what `run_skinny_gemm` launches, and the launch.
 SkinnyGemmLaunch skinny_gemm_layout(const SkinnyGemmArgs& args, int multiprocessors);
 void run_skinny_gemm(const SkinnyGemmArgs& args, int multiprocessors, uintptr_t stream);
-
-// The attention of few requests' new tokens to the paged KV cache (paged_decode.cuh): what `run_paged_decode` launches,
-// with the bytes of its workspace, and the launch.
-PagedDecodeLaunch paged_decode_layout(const PagedDecodeArgs& args, int multiprocessors);
-void run_paged_decode(const PagedDecodeArgs& args, int multiprocessors, uintptr_t stream);
 
 }  // namespace moeopt

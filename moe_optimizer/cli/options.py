@@ -34,7 +34,6 @@ SWITCHES: Mapping[str, str] = {
     "graph-capture": "CUDA graphs for every planned batch size, and for steps that read prompts",
     "norm-rope-fusion": "norms of queries and keys with RoPE in one kernel of vLLM",
     "skinny-gemm": "products of few tokens with dense weights by our kernel",
-    "decode-attention": "attention of few requests' decode steps by our kernel",
     "speculation": "draft several tokens, check them in one step",
     "scheduler": "requests and tokens in one step, from batch size and memory",
     "kv-cache": "FP8 key/value cache",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from moe_optimizer.ops.gate_topk import gate_topk as gate_topk
     from moe_optimizer.ops.huge_pages import use_huge_pages as use_huge_pages
     from moe_optimizer.ops.paged_attention import paged_attention as paged_attention
-    from moe_optimizer.ops.paged_decode import paged_decode as paged_decode
     from moe_optimizer.ops.skinny_gemm import skinny_gemm as skinny_gemm
     from moe_optimizer.ops.sparse_experts import sparse_experts as sparse_experts
 
@@ -30,7 +29,6 @@ _HOME = {
     "gate_topk": "gate_topk",
     "kernels_available": "_load",
     "paged_attention": "paged_attention",
-    "paged_decode": "paged_decode",
     "skinny_gemm": "skinny_gemm",
     "sparse_experts": "sparse_experts",
     "use_huge_pages": "huge_pages",

@@ -141,53 +141,6 @@ def is_of_rows(w: Tensor, scale: Tensor) -> bool:
     return scale.dim() == 1 or (scale.shape[1] == 1 and scale.shape[0] == w.shape[0])
 
 
-class PagedDecode(NamedTuple):
-    """A call of `paged_decode`."""
-
-    q: Tensor
-    cache: Tensor
-    block_table: Tensor
-    lengths: Tensor
-    scale: float
-    out: Tensor
-    new_keys: Tensor | None = None
-    new_values: Tensor | None = None
-    slots: Tensor | None = None
-
-    def call(self, multiprocessors: int, workspace: int = 0, arrived: int = 0) -> tuple[Fields, int]:
-        """Return the arguments of `cuda_decode_layout` and the first of `cuda_decode_run`.
-
-        Args:
-            multiprocessors: of the GPU; the kernel fills them.
-            workspace: address of the bytes that the layout asks for; not needed for a layout.
-            arrived: address of K T zeroed words of 32 bits, which are zero again after the call; likewise.
-        """
-        tokens, heads, size = self.q.shape
-        fields: Fields = {
-            **_rows_of("q", "q", self.q),
-            **_rows_of("out", "out", self.out),
-            **_rows_of("new_keys", "new_key", self.new_keys),
-            **_rows_of("new_values", "new_value", self.new_values),
-            "slots": _address(self.slots),
-            "cache": self.cache.data_ptr(),
-            "block_stride": self.cache.stride(0),
-            "head_stride": self.cache.stride(1) if self.cache.shape[1] > 1 else 2 * size,
-            "key_stride": self.cache.stride(2),
-            "block_table": self.block_table.data_ptr(),
-            "table_stride": self.block_table.stride(0),
-            "lengths": self.lengths.data_ptr(),
-            "workspace": workspace,
-            "arrived": arrived,
-            "num_tokens": tokens,
-            "num_heads": heads,
-            "num_kv_heads": self.cache.shape[1],
-            "head_size": size,
-            "block_size": self.cache.shape[2],
-            "scale": self.scale,
-        }
-        return fields, multiprocessors
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaProblem:
     """The checked tensors of one call; small ones already contiguous, biases and scales already float32."""
@@ -306,18 +259,6 @@ def _scale_kind(weight: Tensor, scale: Tensor | None) -> int:
     if holds_mxfp4(weight):
         return _GROUP_SCALE
     return _CHANNEL_SCALE if scale.dim() == 2 else _BLOCK_SCALE
-
-
-def _rows_of(name: str, prefix: str, rows: Tensor | None) -> Fields:
-    """Return address and strides of [T, heads, d]; a dimension of size 1 may have any stride."""
-    if rows is None:
-        return {name: 0, f"{prefix}_stride": 0, f"{prefix}_head_stride": 0}
-    tokens, heads, size = rows.shape
-    return {
-        name: rows.data_ptr(),
-        f"{prefix}_stride": rows.stride(0) if tokens > 1 else heads * size,
-        f"{prefix}_head_stride": rows.stride(1) if heads > 1 else size,
-    }
 
 
 def _address(tensor: Tensor | None) -> int:

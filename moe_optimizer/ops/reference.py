@@ -101,20 +101,12 @@ def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
     return (x.float() @ gate.float().T).to(x.dtype)
 
 
-def paged_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    context_lengths: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, context_lengths: Tensor) -> Tensor:
     """Return the attention of one query per sequence over its pages; arguments as in `ops.paged_attention`.
 
     With k and v the first context_lengths[s] rows of the blocks in block_tables[s], and h' = h // (H / K):
 
-        out[s, h] = softmax(scale q[s, h] . k[:, h']) @ v[:, h'], scale 1 / sqrt(d) unless it is given
+        out[s, h] = softmax(q[s, h] . k[:, h'] / sqrt(d)) @ v[:, h']
 
     Computed in float32, rounded once to the dtype of q; 0 where the context is empty.
 
@@ -122,7 +114,6 @@ def paged_attention(
         TensorContractError: a context is longer than its table, or a block is outside the cache.
     """
     out, (num_blocks, block_size, kv_heads, size) = torch.zeros_like(q), keys.shape
-    factor = size**-0.5 if scale is None else scale
     for row, length in enumerate(context_lengths.tolist()):
         if not 0 <= length <= block_tables.shape[1] * block_size:
             limit = block_tables.shape[1] * block_size
@@ -136,7 +127,7 @@ def paged_attention(
             )
         k_LKd, v_LKd = (each[blocks].flatten(0, 1)[:length].float() for each in (keys, values))
         q_KRd = q[row].float().unflatten(0, (kv_heads, -1))
-        weights_KRL = (torch.einsum("krd,lkd->krl", q_KRd, k_LKd) * factor).softmax(-1)
+        weights_KRL = (torch.einsum("krd,lkd->krl", q_KRd, k_LKd) * size**-0.5).softmax(-1)
         if length:
             out[row] = torch.einsum("krl,lkd->krd", weights_KRL, v_LKd).flatten(0, 1).to(q.dtype)
     return out

@@ -33,7 +33,6 @@ _PASSES = (
     ("norm_rope_fusion", "NormRopeFusion"),
     ("skinny_gemm", "SkinnyGemm"),
     ("kv_cache", "KvCache"),
-    ("decode_attention", "DecodeAttention"),
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)
 

@@ -239,7 +239,6 @@ class Passes(Section):
     speculation: SpeculationSection = SpeculationSection()
     norm_rope_fusion: PassSection = PassSection()
     skinny_gemm: PassSection = PassSection()
-    decode_attention: PassSection = PassSection()
     scheduler: SchedulerSection = SchedulerSection()
 
 

@@ -44,5 +44,5 @@ def least_us(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures: paged_decode has words for few streams."""
+    """Return the one stream of all captures: torch keeps a workspace of cuBLAS for each that multiplies."""
     return torch.cuda.Stream(device)

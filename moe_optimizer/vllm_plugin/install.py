@@ -19,7 +19,6 @@ from moe_optimizer.plan.pass_params import DualBatchOverlapParams, ExpertPlaceme
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
-from moe_optimizer.vllm_plugin.attention import DECODE_PASS
 from moe_optimizer.vllm_plugin.compat import supported_version
 from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS
@@ -184,15 +183,6 @@ def install_linears(session: PluginSession, decision: Decision) -> None:  # noqa
         _patch(session, SKINNY_PASS, WORKER_MODEL_LOADED)
 
 
-def install_attention(session: PluginSession, decision: Decision) -> None:  # noqa: ARG001 - it says no more than on
-    """Have our kernel compute the attention of few decoding requests, once the model is loaded.
-
-    vLLM's compiled graphs do not see it: its attention is an op of its own there.
-    """
-    if _vllm_fits(session, DECODE_PASS):
-        _patch(session, DECODE_PASS, WORKER_MODEL_LOADED)
-
-
 def install_placement(session: PluginSession, decision: Decision) -> None:
     """Place experts by expert maps before loading, or as the policy of vLLM's EPLB."""
     if not _vllm_fits(session, PLACEMENT_PASS):
@@ -213,7 +203,6 @@ INSTALLERS: Mapping[str, Callable[[PluginSession, Decision], Any]] = {
     FOUR_BIT_PASS: install_conversion,
     SPARSITY_PASS: install_conversion,
     SKINNY_PASS: install_linears,
-    DECODE_PASS: install_attention,
 }
 """Pass -> its installer, which calls `session.applied` or `session.refused`, at once or from a callback."""
 

@@ -23,7 +23,7 @@ MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
     "parallelism", "expert-parallel", "fp8", "four-bit", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
     "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas",
-    "dual-batch-overlap", "speculation", "norm-rope-fusion", "skinny-gemm", "decode-attention",
+    "dual-batch-overlap", "speculation", "norm-rope-fusion", "skinny-gemm",
 )  # fmt: skip
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",

@@ -60,7 +60,6 @@ PROFILES = {
     "ours": {"flash_dmoe": {"mode": "on"}},
     "skinny": {"skinny_gemm": {"mode": "on"}},
     "skinny-fp8": {"skinny_gemm": {"mode": "on"}, "fp8": {"mode": "on"}},
-    "decoding": {"decode_attention": {"mode": "on"}},
     "replicas": {"replicas": {"mode": "on"}},
     "disaggregated": {"disaggregation": {"mode": "on"}},
     "tiered": {"disaggregation": {"mode": "on"}, "kv_cache": {"tiering": "on"}},
@@ -80,7 +79,6 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_four-bit": (qwen3_30b_a3b, ("h100_sxm", 1), "four-bit"),
     "qwen3-30b-a3b_h100_sxm-x1_skinny": (qwen3_30b_a3b, ("h100_sxm", 1), "skinny"),
     "qwen3-30b-a3b_h100_sxm-x1_skinny-fp8": (qwen3_30b_a3b, ("h100_sxm", 1), "skinny-fp8"),
-    "qwen3-30b-a3b_h100_sxm-x1_decoding": (qwen3_30b_a3b, ("h100_sxm", 1), "decoding"),
     "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
     "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), "replicas"),
@@ -134,7 +132,7 @@ def plan_for(tmp_path):
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
         experts = case.startswith(_BUILT) or profile in ("four-bit", "throughput")
-        ours = {"skinny": ("skinny_gemm",), "skinny-fp8": ("skinny_gemm",), "decoding": ("paged_decode",)}
+        ours = {"skinny": ("skinny_gemm",), "skinny-fp8": ("skinny_gemm",)}
         built = ours.get(profile, ("fused_experts",) if machine and experts else ())
         installed = software("cuda" if machine else "cpu", location=str(tmp_path), cuda_ops=built)
         if case.endswith("_tuned"):

@@ -129,12 +129,6 @@ MOEOPT_DEVICE float exp_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
   return y;
 }
-// ex2.approx.ftz.f32: 2^x; 0 of minus infinity.
-MOEOPT_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // rcp.approx.ftz.f32: error at most 1 unit in the last place of FP32; a division is 8 instructions and a branch.
 MOEOPT_DEVICE float rcp_approx(float x) {
   float y;
@@ -414,22 +408,6 @@ MOEOPT_DEVICE void bulk_load_evict_first(void* shared, const void* global, int b
 MOEOPT_DEVICE void stmatrix_x4_trans(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(shared_row)),
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
-               : "memory");
-}
-
-// ldmatrix.m8n8.x4, by one warp: four 8 x 8 matrices of 16-bit values. Lane 8 i + r gives the address of row r, 16
-// bytes, of matrix i; lane 4 g + t gets elements [g][2t, 2t+1] of matrix i in register i.
-MOEOPT_DEVICE void ldmatrix_x4(uint32_t (&m)[4], const void* shared_row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(smem_address(shared_row))
-               : "memory");
-}
-// The same with .trans: lane 4 g + t gets elements [2t][g] and [2t+1][g].
-MOEOPT_DEVICE void ldmatrix_x4_trans(uint32_t (&m)[4], const void* shared_row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(smem_address(shared_row))
                : "memory");
 }
 

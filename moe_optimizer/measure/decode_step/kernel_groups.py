@@ -13,8 +13,8 @@ _GROUPS = (
     # `moe_forward` is named after it, and is none of it.
     (
         EXPERTS,
-        r"fused_moe|moeopt(?!\W*\d*(?:skinny|paged_?decode))|moe_(?!forward)|expert|silu_and_mul|act_and_mul|swiglu|"
-        r"grouped_gemm|m_grouped|group_quant",
+        r"fused_moe|moeopt(?!\W*\d*skinny)|moe_(?!forward)|expert|silu_and_mul|act_and_mul|swiglu|grouped_gemm|"
+        r"m_grouped|group_quant",
     ),
     ("cache write", r"reshape_and_cache|concat_and_cache|cache_kernel"),
     (ATTENTION, r"flash|fmha|attention|attn|mla|paged"),

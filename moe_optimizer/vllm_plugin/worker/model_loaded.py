@@ -43,23 +43,21 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_kernels(session: PluginSession, worker: Any) -> None:
-    """Have our kernels choose the experts, multiply with dense weights and attend, each where the plan has it.
+    """Have our kernels choose the experts and multiply with dense weights, each where the plan has it.
 
     Raises:
-        RequiredNotAppliedError: the first failed on one rank of several, or another failed and is required. Any other
-            failure leaves the model as it is.
+        RequiredNotAppliedError: the first failed on one rank of several, or the second failed and is required. Any
+            other failure leaves the model as it is.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
         return
-    from moe_optimizer.vllm_plugin.attention.decode_attention import install_decode_attention
     from moe_optimizer.vllm_plugin.experts.fused_router import install_fused_routers
     from moe_optimizer.vllm_plugin.linears.skinny_linears import install_skinny_linears
 
     install_fused_routers(session, worker.model_runner.get_model())
     install_skinny_linears(session, worker)
-    install_decode_attention(session, worker)
 
 
 WORKER_MODEL_LOADED = Patch(

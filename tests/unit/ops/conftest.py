@@ -27,18 +27,12 @@ def skinny_emulator() -> ModuleType:
     return compiled_emulation("emulated_skinny")
 
 
-@pytest.fixture(scope="session")
-def decode_emulator() -> ModuleType:
-    """Runs the CUDA kernel of `paged_decode` on the CPU, as `gate_emulator` does the gate's."""
-    return compiled_emulation("emulated_decode")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have the quick check compile no emulation, which takes half a minute of processor time.
 
     Whoever needs one may have to wait until another test worker has compiled all three.
     """
     for item in items:
-        if {"emulator", "gate_emulator", "skinny_emulator", "decode_emulator"} & set(getattr(item, "fixturenames", ())):
+        if {"emulator", "gate_emulator", "skinny_emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.thorough)
             item.add_marker(pytest.mark.timeout(3 * COMPILED_WITHIN_S))

@@ -124,7 +124,7 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
     # 3 weight widths and INT4 x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down;
-    # the formats of a dense weight; 5 plain kernels; attention for two head sizes.
+    # the formats of a dense weight; 5 plain kernels.
     assert len([name for name in names if name.startswith("direct_")]) == 13
     tiles = sum(len(values) for values in TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
@@ -132,12 +132,11 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     assert {name.partition("<")[0] for name in names} == {
         "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
         "route_tokens_kernel", "gate_topk_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",
-        "skinny_gemm_kernel", "paged_decode_kernel",
+        "skinny_gemm_kernel",
     }  # fmt: skip
     spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
     assert spilling == {}
-    # Two blocks of 128 threads of the attention share a multiprocessor.
-    threads = {"grouped_gemm_kernel": 384, "direct_down_kernel": 512, "paged_decode_kernel": 2 * 128}
+    threads = {"grouped_gemm_kernel": 384, "direct_down_kernel": 512}
     for entry in kernels:
         count = threads.get(entry["name"].partition("<")[0], 256)
         if entry["name"].startswith("direct_up"):

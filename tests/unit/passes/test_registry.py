@@ -33,7 +33,6 @@ def test_the_switches_are_those_of_the_command_line():
         "speculation": "speculation",
         "norm-rope-fusion": "norm_rope_fusion",
         "skinny-gemm": "skinny_gemm",
-        "decode-attention": "decode_attention",
         "scheduler": "scheduler",
         "kv-cache": "kv_cache",
         "kv-tiering": "kv_cache.tiering",

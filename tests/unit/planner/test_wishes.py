@@ -65,7 +65,6 @@ WHERE_NOT = {
     "graph-capture": (tiny_moe, cpu_machine()),
     "norm-rope-fusion": (tiny_moe, cpu_machine()),
     "skinny-gemm": (tiny_moe, cpu_machine()),
-    "decode-attention": (deepseek_v3, gpus("h200", 8)),
     "kv-cache": (deepseek_v3, gpus("h200", 8)),
     "kv-tiering": (tiny_moe, cpu_machine()),
     "dual-batch-overlap": (qwen3_30b_a3b, gpus("h100_sxm")),

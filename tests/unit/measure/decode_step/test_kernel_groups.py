@@ -22,8 +22,6 @@ from moe_optimizer.measure.decode_step.kernel_groups import GROUPS, group_of
         ("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "matrices"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrices"),
         ("void moeopt::skinny_gemm_kernel<(moeopt::SkinnyBuffer)1, 16, 1>(moeopt::SkinnyGemmArgs)", "matrices"),
-        ("void moeopt::paged_decode_kernel<128>(moeopt::PagedDecodeArgs)", "attention"),
-        ("_ZN6moeopt19paged_decode_kernelILi128EEEvNS_15PagedDecodeArgsE", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("triton_red_fused_fused_add_rms_norm_moe_forward_0", "norms"),

@@ -84,7 +84,6 @@ inline uint32_t prmt_or_sign(uint32_t a, uint32_t b, uint32_t selector) {
 inline float exp_f32(float x) { return std::exp(x); }
 inline float exp_approx(float x) { return std::exp(x); }
 
-inline float exp2_approx(float x) { return std::exp2(x); }
 inline float rcp_approx(float x) { return 1.0f / x; }
 inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
   const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
@@ -271,15 +270,7 @@ inline void setmaxnreg_dec() {}
 template <int>
 inline void setmaxnreg_inc() {}
 inline void griddepcontrol_launch_dependents() {}
-inline void griddepcontrol_wait() {
-  const auto others_run = [] {
-    for (const auto& each : ::emulation::machine()->fibers) {
-      if (each->block->grid != block().grid && !each->done) return true;
-    }
-    return false;
-  };
-  while (block().grid->follows && others_run()) ::emulation::yield("the launch before this one");
-}
+inline void griddepcontrol_wait() {}
 
 // --- mbarrier and the copy engine ------------------------------------------------------------------------------
 
@@ -422,23 +413,6 @@ inline void stmatrix_x4_trans(void* shared_row, uint32_t m0, uint32_t m1, uint32
   }
   bar_warp_sync();
 }
-inline void load_matrices(uint32_t (&m)[4], const void* shared_row, bool transposed) {
-  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
-  if (smem_address(shared_row) % 16) ::emulation::fail("ldmatrix: misaligned address");
-  exchange_of(lane)[0] = smem_address(shared_row);
-  bar_warp_sync();
-  for (int i = 0; i < 4; ++i) {
-    uint16_t halves[2];
-    for (int half = 0; half < 2; ++half) {
-      const int row = transposed ? 2 * t + half : g, column = transposed ? g : 2 * t + half;
-      std::memcpy(halves + half, shared_at(exchange_of(8 * i + row)[0]) + 2 * column, 2);
-    }
-    m[i] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
-  }
-  bar_warp_sync();
-}
-inline void ldmatrix_x4(uint32_t (&m)[4], const void* shared_row) { load_matrices(m, shared_row, false); }
-inline void ldmatrix_x4_trans(uint32_t (&m)[4], const void* shared_row) { load_matrices(m, shared_row, true); }
 inline void prefetch_tensormap(const TensorMap*) {}
 inline void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes <= 0) {

@@ -55,7 +55,6 @@ struct Grid {
   size_t shared_bytes;
   std::function<void()> kernel;
   int block_y = 0, cluster_blocks = 1;
-  bool follows = false;  // griddepcontrol_wait waits for all other grids that run with it
 };
 
 struct Block {
