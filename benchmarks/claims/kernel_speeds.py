@@ -11,6 +11,7 @@ _CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-2
 _CPU_FOUR_BIT_AVX512 = "2026-11-27_epyc-avx512_bf16_four_bit_experts"
 _CPU_FOUR_BIT_AVX2 = "2026-11-27_epyc-avx2_four_bit_experts"
 _FORMS = "2026-11-27_h100_four_bit_forms"
+_TWO_BLOCKS = "2026-11-27_h100_four_bit_two_blocks"
 _H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
 _VLLM = "vllm"
 _KEEPING_BF16 = ("direct", "grouped-fp8_weights")
@@ -168,6 +169,11 @@ def _us_of_forms(record: Any, tokens: int, *names: str) -> list[float]:
                  if name in case["sides"]) for name in names]  # fmt: skip
 
 
+def _two_blocks(record: Any, dtype: str, mode: str) -> list[float]:
+    case = _one(record, dtype=dtype, tokens=64)
+    return [_median(case, f"grouped-{mode}-n16b2"), _median(case, f"grouped-{mode}-n16")]
+
+
 def _parts(record: Any, tokens: str) -> list[float]:
     (floor,) = {case["floor_us"] for case in cases(record, dtype="mxfp4", tokens=int(tokens))}
     forms = ("", "/700", "/800", "/900", "/1000", "/1100")
@@ -246,6 +252,24 @@ CLAIMS = [
         "the kernel as it is takes {141.1}",
         (_FORMS,),
         lambda found: _us_of_forms(found, 64, "mxfp4_weights-n16"),
+    ),
+    Claim(
+        _PAGE,
+        "At 64 tokens they took {149.9} us of `MXFP4_WEIGHTS` where one block took {140.9}",
+        (_TWO_BLOCKS,),
+        lambda record: _two_blocks(record, "mxfp4", "mxfp4_weights"),
+    ),
+    Claim(
+        _PAGE,
+        "layer {919.9} us where one block took {706.6}",
+        (f"{_TWO_BLOCKS}_gpt_oss",),
+        lambda record: _two_blocks(record, "mxfp4", "mxfp4_weights"),
+    ),
+    Claim(
+        _PAGE,
+        "took {160.0} us where one block with copies stage by stage took {179.5}",
+        (_TWO_BLOCKS,),
+        lambda record: _two_blocks(record, "int4_g128", "int4_weights"),
     ),
     Claim(_PAGE, "their copies cost {10.1} and {17.7} us", (_FORMS,), _copies_of_exponents),
     Table(_PAGE, "| batch |", "Where a decode step's time goes", 1, (_STEP,), _step),
