@@ -1,7 +1,6 @@
 // Kernel arguments from a problem, its workspace and its geometry: plain arithmetic, shared by the launchers and the
 // tests' emulation, so that both start the kernels with the same numbers.
 #pragma once
-#include <cstdlib>
 
 #include <algorithm>
 #include <cstdint>
@@ -148,7 +147,6 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.weights_evict_first = moe.num_tokens * moe.top_k <= kPairsForEvictFirst * moe.num_local_experts;
   args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
-  args.contiguous = std::getenv("MOEOPT_CONTIGUOUS") != nullptr;
   if (is_int4(problem)) args.int4 = w13_factors(problem.int4);
   take_scale_buffers(args, problem, launch, false);
   return args;
@@ -204,12 +202,6 @@ inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const int64_t depth = (down ? moe.intermediate_size : moe.hidden_size) * bits / (8 * bytes);
   const int64_t row = (down ? moe.w2_row_stride : moe.w13_row_stride * (alternating ? 2 : 1)) * bytes;
   const int64_t expert = (down ? moe.w2_expert_stride : moe.w13_expert_stride) * bytes;
-  if (bits == 4 && std::getenv("MOEOPT_CONTIGUOUS") != nullptr) {
-    const int64_t rows = down ? moe.hidden_size : moe.intermediate_size, k = down ? moe.intermediate_size : moe.hidden_size;
-    const int64_t total = rows * k / 2 / 16384;
-    const auto* from = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + (which == 1 ? total * 16384 : 0);
-    return {from, 1, {128, total * 128, moe.num_local_experts}, {1, 128, expert}, {128, kBoxRows, 1}};
-  }
   const int64_t up_row = which == 1 ? (alternating ? 1 : moe.intermediate_size) : 0;
   const auto* base = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + up_row * moe.w13_row_stride * bytes;
   return {base,

@@ -61,27 +61,17 @@ MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, con
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
   mbarrier_arrive_expect_tx(full, Shape::kWeightBytes);
-  int x = step * Shape::kMapStep;
-  int y0 = box_row<kUp>(row_tile, 0), y1 = box_row<kUp>(row_tile, 1);
-  if constexpr (Shape::kFourBits) {
-    if (args.contiguous) {
-      x = 0;
-      const int nk = (args.depth + 255) / 256;
-      const int total = static_cast<int>(static_cast<int64_t>(args.rows) * args.depth / 32768);
-      y0 = (y0 / 128 * nk + step) % total * 128;
-      y1 = (y1 / 128 * nk + step) % total * 128;
-    }
-  }
+  const int x = step * Shape::kMapStep;
   if (args.paired) {
     const int box = cluster_ctarank();
-    tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box ? y1 : y0, expert,
+    tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert,
                           full);
   } else if (args.weights_evict_first) {
-    tma_load_3d_evict_first(ring.data(), map0, x, y0, expert, full);
-    tma_load_3d_evict_first(ring.data() + kBoxBytes, map1, x, y1, expert, full);
+    tma_load_3d_evict_first(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tma_load_3d_evict_first(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   } else {
-    tma_load_3d(ring.data(), map0, x, y0, expert, full);
-    tma_load_3d(ring.data() + kBoxBytes, map1, x, y1, expert, full);
+    tma_load_3d(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tma_load_3d(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   }
 }
 

@@ -124,7 +124,6 @@ struct GemmArgs {
   bool weights_evict_first;  // most experts have one token tile
   bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
-  int32_t contiguous;
   const uint8_t* exponents;    // MXFP4; late, so that kernels without it stay the instructions they were
   Int4Factors int4;            // likewise
   int32_t scale_buffers;       // four bits in BF16 products: see TileScales; 0: the scales lie in the stages
