@@ -2,11 +2,13 @@
 
     python scripts/compare_kernels.py COMMIT [COMMIT...] [--cuobjdump FILE]
 
-Each commit is compared with the working tree, which must have all its kernels and may have more; the gate's and those
-of skinny_gemm count in neither, as no table holds their times. Measured tables are filed under the hash of the sources.
-A comment, a name or a further kernel changes that hash but not the kernels that were measured, so
-write_kernel_speeds.py takes the tables of every commit that this script found to be the same. Names, labels, numbers of
-registers and where in its struct a parameter lies do not count; every instruction and its order does.
+Each commit is compared with the working tree, which may have more kernels; the gate's, those of skinny_gemm and of an
+attention that is gone count in neither, as no table holds their times. Where the working tree lacks grouped kernels of
+some weights, tables of those weights do not hold for it, and the record says so (`without`); where it lacks others,
+none do. Measured tables are filed under the hash of the sources. A comment, a name or a further kernel changes that
+hash but not the kernels that were measured, so write_kernel_speeds.py takes the tables of every commit that this script
+found to be the same. Names, labels, numbers of registers and where in its struct a parameter lies do not count; every
+instruction and its order does.
 
 nvcc may order what it takes out of a loop by where parameters lie. With cuobjdump of the CUDA toolkit the machine code
 is compared instead: every instruction and its order, without which register holds what. That says how fast a kernel is;
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,11 +36,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from write_kernel_speeds import RECORDS, build_info  # noqa: E402
+from write_kernel_speeds import RECORDS, TABLES, build_info  # noqa: E402
 
 from benchmarks.record import checkout  # noqa: E402
 
-_WITHOUT_TABLES = ("gate_topk.cu", "skinny_gemm.cu")
+_WITHOUT_TABLES = ("gate_topk.cu", "skinny_gemm.cu", "paged_decode.cu")
+_WEIGHTS_OF = {
+    "grouped_gemm_sm90_bf16.cu": ("bf16",),
+    "grouped_gemm_sm90_fp8.cu": ("fp8_block",),
+    "grouped_gemm_sm90_fp8_weights.cu": ("fp8_block",),
+    "grouped_gemm_sm90_mxfp4.cu": ("mxfp4",),
+    "grouped_gemm_sm90_mxfp4_weights.cu": ("mxfp4",),
+    "grouped_gemm_sm90_int4_weights.cu": ("int4_g32", "int4_g128"),
+}
+"""Source -> the weights, as tables name them, that its kernels are for; those of other sources are for all."""
 _NAME = re.compile(r"\b_Z\w+|\$str\w*")
 _PARAMETER = re.compile(r"^(\s*ld\.param\S*\s.*)\[([^\]]+)\]", re.MULTILINE)
 _PARAMETER_BYTES = re.compile(r"(\.param .*_param_\d+)\[\d+\]")
@@ -68,14 +79,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = extracted(commit, Path(name))
             there = kernels_of(folder, options.cuobjdump)
-            gone, new = there - here, here - there
-            if gone:
-                print(
-                    f"{commit}: {sum(gone.values())} kernels are not those of the working tree, {sum(new.values())} new"
-                )
+            gone = {source: lost for source, each in there.items() if (lost := each - everything(here))}
+            without = sorted({weights for source in gone for weights in _WEIGHTS_OF.get(source, TABLES)})
+            count = sum(map(Counter.total, gone.values()))
+            if set(TABLES) <= set(without):
+                print(f"{commit}: {count} kernels are not those of the working tree, in {', '.join(gone)}")
                 return 1
-            trees.append({"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)})
-            print(f"{commit}: the same {sum(there.values())} kernels, {sum(new.values())} more in the working tree")
+            tree = {"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)}
+            trees.append(tree | ({"without": without} if without else {}))
+            same = everything(there).total() - count
+            print(f"{commit}: the same {same} kernels" + (f", {count} others: {', '.join(without)}" if without else ""))
     code = "PTX" if options.cuobjdump is None else "machine code"
     record = {
         "what": f"sources of the CUDA kernels that compile to the same {code} but for names and places of parameters; "
@@ -85,7 +98,7 @@ def main() -> int:
         **checkout(),
         "environment": {"device": "none: only compiled", "nvcc": build_info().nvcc_version()},
         "trees": trees,
-        f"{code.replace(' ', '_').lower()}_sha256": sorted(here.elements()),
+        f"{code.replace(' ', '_').lower()}_sha256": sorted(everything(here).elements()),
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")
@@ -107,8 +120,13 @@ def extracted(commit: str, folder: Path) -> Path:
     return folder / "csrc"
 
 
-def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> Counter[str]:
-    """Return the digests of all kernels' PTX, or of their machine code."""
+def everything(kernels: Mapping[str, Counter[str]]) -> Counter[str]:
+    """Return the digests of all sources together."""
+    return sum(kernels.values(), Counter())
+
+
+def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> dict[str, Counter[str]]:
+    """Return the digests of the kernels' PTX, or of their machine code, by source."""
 
     def digests_of(source: Path) -> list[str]:
         if cuobjdump is None:
@@ -117,7 +135,8 @@ def kernels_of(csrc: Path, cuobjdump: Path | None = None) -> Counter[str]:
 
     sources = [each for each in sorted((csrc / "launch").glob("*.cu")) if each.name not in _WITHOUT_TABLES]
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        return Counter(itertools.chain.from_iterable(compilers.map(digests_of, sources)))
+        found = compilers.map(digests_of, sources)
+        return {source.name: Counter(each) for source, each in zip(sources, found, strict=True)}
 
 
 def compiled(source: Path, csrc: Path, form: str) -> bytes:

@@ -3,8 +3,8 @@
     python scripts/write_kernel_speeds.py [RECORD...]
 
 Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to its commit's kernels and
-to sources that compile to the same kernels (compare_kernels.py records those). Plans ignore tables for other kernels.
-If two records have the same layer, the later one is taken.
+to sources that compile to the same kernels for their weights (compare_kernels.py records those). Plans ignore tables
+for other kernels. If two records have the same layer, the later one is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, T
 
 RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", "int4_g32": "int4_g32", "int4_g128": "int4_g128"}
-"""The benchmark's name -> that of the tables. INT4 with zero points was measured at one token alone."""
+"""The benchmark's name -> that of the tables. INT4 with zero points has no name there: it takes the time of INT4."""
+TABLES = tuple(_WEIGHTS.values())
+_LEAST_ROWS = 2
+"""A record that ran out of time may have a layer at one number of tokens alone, which is no table."""
 _STOCK = "vllm"
 _EVEN = "uniform"
 """Of the routings that were timed, the one in which all experts are equally likely."""
@@ -87,7 +90,6 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     and a variant of ours is listed only if it was slower than vLLM's kernel in none of them.
     """
     measured = record.get("cuda_sources") or sources_at(record["commit"])
-    kernel_hash = same_kernels().get(measured, measured)
     environment = record["environment"]
     driver = environment["nvidia_smi"].split(",")[1].strip()
     timed: dict[tuple[str, str], dict[int, dict[str, TokenSpeeds]]] = {}
@@ -103,7 +105,7 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
             device=environment["device"],
             weights=_WEIGHTS[dtype],
             shape=_shape(shapes[name]),
-            kernel_hash=kernel_hash,
+            kernel_hash=same_kernels(_WEIGHTS[dtype]).get(measured, measured),
             vllm=environment["vllm"].partition("+")[0],
             driver=driver,
             rows=tuple(_over_routings(of_layer[tokens]) for tokens in sorted(of_layer)),
@@ -111,6 +113,7 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
             torch=environment["torch"],
         )
         for (name, dtype), of_layer in timed.items()
+        if len(of_layer) >= _LEAST_ROWS
     ]
 
 
@@ -155,11 +158,12 @@ def _shape(shape: dict[str, Any]) -> LayerShape:
 
 
 @functools.cache
-def same_kernels() -> dict[str, str]:
-    """Return, for sources that compile to the kernels of later ones, the hash of the last of those."""
+def same_kernels(weights: str) -> dict[str, str]:
+    """Return, for sources that compile to later ones' kernels for these weights, the hash of the last of those."""
     newest: dict[str, str] = {}
     for path in sorted(RECORDS.glob("*_same_kernels.json")):
-        last, *others = (tree["cuda_sources"] for tree in json.loads(path.read_text(encoding="utf-8"))["trees"])
+        trees = json.loads(path.read_text(encoding="utf-8"))["trees"]
+        last, *others = (tree["cuda_sources"] for tree in trees if weights not in tree.get("without", ()))
         for earlier, then in newest.items():
             newest[earlier] = last if then in others else then
         newest |= dict.fromkeys(others, last)

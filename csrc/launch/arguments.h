@@ -120,6 +120,11 @@ inline void take_scale_buffers(GemmArgs& args, const Problem& problem, const Gro
   args.scale_buffers = std::min(kMostScaleBuffers, launch.scale_bytes / args.scale_buffer_bytes);
 }
 
+// Whether most experts have one token tile.
+inline bool reads_weights_once(const FusedExpertsArgs& moe) {
+  return moe.num_tokens * moe.top_k <= kPairsForEvictFirst * moe.num_local_experts;
+}
+
 inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   const FusedExpertsArgs& moe = problem.moe;
   const bool prepared = launch.mode != GemmMode::kBf16;
@@ -144,7 +149,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.weight_rows = 2 * args.rows;
   args.scale_kind = moe.scale_kind;
   args.activation = moe.activation;
-  args.weights_evict_first = moe.num_tokens * moe.top_k <= kPairsForEvictFirst * moe.num_local_experts;
+  args.weights_evict_first = reads_weights_once(moe);
   args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
   if (is_int4(problem)) args.int4 = w13_factors(problem.int4);
@@ -192,6 +197,10 @@ struct WeightView {
   int64_t sizes[3];
   int64_t strides[3];  // bytes
   int32_t box[3];
+  // Whether what misses L2 comes with the 256 bytes around it. A stage has 128 bytes of each of 128 rows, and with four
+  // bits that are read once the rest of those lines came too early: MXFP4 took 1.03 to 1.14 times as long at 16 and 64
+  // tokens (benchmarks/records/2026-11-27_h100_weight_fetch_trials.json). Wider weights were not timed.
+  bool with_neighbours;
 };
 
 // which: 0 gate, 1 up, 2 down. [expert][row][K].
@@ -208,7 +217,8 @@ inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
           bytes,
           {depth, down ? moe.hidden_size : moe.intermediate_size, moe.num_local_experts},
           {bytes, row, expert},
-          {128 / bytes, kBoxRows, 1}};
+          {128 / bytes, kBoxRows, 1},
+          bits != 4 || !reads_weights_once(moe)};
 }
 
 }  // namespace moeopt

@@ -8,6 +8,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,22 +80,37 @@ def test_a_field_that_moves_the_others_does_not_count() -> None:
     assert compare_kernels.digests(FIELDS) != compare_kernels.digests(other_sum)
 
 
-@pytest.mark.parametrize(("of_commit", "status"), [("ab", 0), ("a", 0), ("abb", 1), ("abc", 1)])
-def test_the_tree_may_have_more_kernels_but_none_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_commit: str, status: int
+@pytest.mark.parametrize(
+    ("of_commit", "of_mxfp4", "status", "without"),
+    [
+        ("ab", "m", 0, []),
+        ("a", "", 0, []),
+        ("abb", "m", 1, []),
+        ("abc", "m", 1, []),
+        ("ab", "n", 0, ["mxfp4"]),
+        ("ab", "mm", 0, ["mxfp4"]),
+        ("abc", "n", 1, []),
+    ],
+)
+def test_what_the_tree_lacks_of_some_weights_leaves_out_their_tables_and_of_all_every_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_commit: str, of_mxfp4: str, status: int, without: list[str]
 ) -> None:
     sources = SimpleNamespace(device_sources=lambda _, folder: f"hash of {folder.name}", nvcc_version=lambda: "13.0")
     monkeypatch.setattr(compare_kernels, "build_info", lambda: sources)
     monkeypatch.setattr(compare_kernels, "extracted", lambda commit, folder: folder / commit)
-    monkeypatch.setattr(
-        compare_kernels, "kernels_of", lambda csrc, _: Counter("ab" if csrc.name == "csrc" else of_commit)
-    )
+
+    def kernels_of(csrc: Path, _: object) -> dict[str, Counter[str]]:
+        everybodys, mxfp4 = ("ab", "m") if csrc.name == "csrc" else (of_commit, of_mxfp4)
+        return {"direct_experts.cu": Counter(everybodys), "grouped_gemm_sm90_mxfp4.cu": Counter(mxfp4)}
+
+    monkeypatch.setattr(compare_kernels, "kernels_of", kernels_of)
     monkeypatch.setattr(compare_kernels, "RECORDS", tmp_path)
     monkeypatch.setattr(compare_kernels, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "abc123"])
     assert compare_kernels.main() == status
     written = [json.loads(path.read_text())["trees"] for path in tmp_path.glob("*_same_kernels.json")]
-    trees = [{"commit": None, "cuda_sources": "hash of csrc"}, {"commit": "abc123", "cuda_sources": "hash of abc123"}]
+    tree = {"commit": "abc123", "cuda_sources": "hash of abc123"} | ({"without": without} if without else {})
+    trees = [{"commit": None, "cuda_sources": "hash of csrc"}, tree]
     assert written == ([] if status else [trees])
 
 
@@ -103,7 +119,7 @@ def test_a_record_of_the_same_day_loses_no_commit(tmp_path: Path, monkeypatch: p
     before = json.dumps({"trees": [{"commit": None, "cuda_sources": "b"}, {"commit": "abc123", "cuda_sources": "a"}]})
     path.write_text(before)
     monkeypatch.setattr(compare_kernels, "RECORDS", tmp_path)
-    monkeypatch.setattr(compare_kernels, "kernels_of", lambda *_: Counter("ab"))
+    monkeypatch.setattr(compare_kernels, "kernels_of", lambda *_: {"a.cu": Counter("ab")})
     monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "def456"])
     with pytest.raises(SystemExit) as ended:
         compare_kernels.main()
@@ -129,12 +145,15 @@ def test_every_kernel_of_a_file_has_a_digest_of_its_own() -> None:
 
 def test_tables_of_earlier_sources_hold_for_the_last_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for date, hashes in (("2026-01-01", ["b", "a"]), ("2026-02-01", ["c", "b"]), ("2026-03-01", ["z", "y"])):
-        record = {"trees": [{"commit": None, "cuda_sources": each} for each in hashes]}
-        (tmp_path / f"{date}_same_kernels.json").write_text(json.dumps(record))
+        trees: list[dict[str, Any]] = [{"commit": None, "cuda_sources": each} for each in hashes]
+        if date == "2026-02-01":
+            trees[1]["without"] = ["mxfp4"]
+        (tmp_path / f"{date}_same_kernels.json").write_text(json.dumps({"trees": trees}))
     monkeypatch.setattr(write_kernel_speeds, "RECORDS", tmp_path)
     write_kernel_speeds.same_kernels.cache_clear()
     try:
-        assert write_kernel_speeds.same_kernels() == {"a": "c", "b": "c", "y": "z"}
+        assert write_kernel_speeds.same_kernels("bf16") == {"a": "c", "b": "c", "y": "z"}
+        assert write_kernel_speeds.same_kernels("mxfp4") == {"a": "b", "y": "z"}
     finally:
         write_kernel_speeds.same_kernels.cache_clear()
 
