@@ -23,6 +23,8 @@ _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
 _PAIRED = 1.2
 """Chosen, between the 1.39 of one start and the 1.10 that others reach, which have one client."""
+_SHARED = ("2026-11-27_h100_x2_layouts_mixtral_tp2ep", "2026-11-27_h100_x2_layouts_tp2")
+"""Records of two servers that were loaded at the same time, by processes of one host, each on GPUs of its own."""
 _API_SERVERS = "--api-server-count"
 _CACHE_BYTES = "--kv-cache-memory-bytes"
 _GRAPH_SIZES = "--cudagraph-capture-sizes"
@@ -62,9 +64,9 @@ class Load:
     why_no_rate: str = ""
     """Why the rate is not judged."""
     held_up: bool = False
-    """Whether tokens came in pairs under some load of the same start of bench_layouts.py, of this server or of one that
-    was up beside it: what sends or reads them had no time for each step. The median gap between tokens is then longer
-    than the median time of one, by `_PAIRED`.
+    """Whether what sends or reads tokens was held up. Tokens came in pairs under some load of the same start of
+    bench_layouts.py, of this server or of one that was up beside it: there was no time for each step. The median gap
+    between tokens is then longer than the median time of one, by `_PAIRED`. Or others had the host too (`_SHARED`).
     """
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
@@ -100,7 +102,7 @@ def served_loads() -> Iterator[Load]:
                 layout, *own = words.split()
                 about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
-                    "held_up": any(map(_in_pairs, _loads_of_start(words, record["layouts"]))),
+                    "held_up": path.stem in _SHARED or any(map(_in_pairs, _loads_of_start(words, record["layouts"]))),
                     "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
                     "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, found.get("serve_args", []))), None),
                     "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, own), default=0) >= STEP_TOKENS,

@@ -31,8 +31,9 @@ is named, vLLM 0.26, closed loops. Random weights route evenly, but those of dee
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
 predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
 one in brackets: under some load of that start, of this server or of one up beside it, tokens came in pairs, two steps
-apart, so what sends or reads them could not follow: hosts differ in how fast that is
-([layout accuracy](layout_accuracy.md)). How a prediction is made: [layouts](layouts.md).
+apart, so what sends or reads them could not follow, as hosts differ in how fast that is; or the host served another
+model on other GPUs at the same time ([layout accuracy](layout_accuracy.md)). How a prediction is made:
+[layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
