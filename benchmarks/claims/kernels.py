@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.claims.claim import Claim, Table, cases
 
 _CHECKS = "2026-11-20_h200_checks"
-_SKINNY = "2026-11-27_h100_skinny_gemm"
+_SKINNY, _DENSE = "2026-11-27_h100_skinny_gemm", "2026-11-27_h100_dense_products"
 _PAGED_DECODE, _DECODE_STEP = "2026-11-27_h100_paged_decode", "2026-11-22_h100_decode_step"
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
 _E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
@@ -68,7 +68,7 @@ _LINEARS = {
 
 def _beside_the_rest(case: Any) -> list[float]:
     medians = {name: statistics.median(samples) for name, samples in case["samples_us"].items()}
-    return [medians[side] - medians["norm"] for side in ("cuBLAS", "skinny-w8s2")]
+    return [medians[side] - medians["norm"] for side in medians if side != "norm"]
 
 
 class _Linears:
@@ -84,13 +84,24 @@ class _Linears:
         found = {
             case["tokens"]: _beside_the_rest(case)
             for case in record["cases"]
-            if case["what"] == "alone" and case["name"] == name
+            if (case["what"], case["name"], case["weights"]) == ("alone", name, "bf16")
         }
         return [*found[1], *found[8]]
 
 
 def _both_linears(record: Any, tokens: str) -> list[float]:
-    (case,) = [each for each in record["cases"] if (each["what"], each["tokens"]) == ("layer", int(tokens))]
+    (case,) = _products(record, "layer", "qwen3", "bf16", int(tokens))
+    return _beside_the_rest(case)
+
+
+def _products(record: Any, what: str, name: str, weights: str, tokens: int) -> list[Any]:
+    wanted = (what, name, weights, tokens)
+    return [case for case in record["cases"] if (case["what"], case["name"], case["weights"], case["tokens"]) == wanted]
+
+
+def _fp8_projections(channels: Any, blocks: Any, model: str, scales: str, tokens: str) -> list[float]:
+    record, weights = (channels, "channel") if scales == "per channel" else (blocks, "block")
+    (case,) = _products(record, "chain", model.partition("-")[0].partition(" ")[0].lower(), weights, int(tokens))
     return _beside_the_rest(case)
 
 
@@ -259,9 +270,11 @@ def _decoded_on_gpu(found: Any) -> list[float]:
 
 
 CLAIMS = [
-    Table("docs/passes/skinny_gemm.md", "| weight | cuBLAS, 1 token |", "**Evidence.**", 1, (_SKINNY,), _Linears().row),
-    Table("docs/passes/skinny_gemm.md", "| tokens | cuBLAS |", "in a whole layer", 1, (_SKINNY,), _both_linears),
-    Claim("docs/passes/skinny_gemm.md", "which costs a layer of one token {0.6} us", (_SKINNY,), _asking_l2),
+    Table("docs/passes/skinny_gemm.md", "| weight | cuBLAS, 1 token |", "**Evidence.**", 1, (_DENSE,), _Linears().row),
+    Table("docs/passes/skinny_gemm.md", "| tokens | cuBLAS |", "in a whole layer", 1, (_DENSE,), _both_linears),
+    Table("docs/passes/skinny_gemm.md", "| projections | scales |", "Both projections one after the other", 3,
+          (_DENSE, f"{_DENSE}_blocks"), _fp8_projections),
+    Claim("docs/kernels.md", "a layer of one token took {0.6} us longer", (_SKINNY,), _asking_l2),
     Table("docs/passes/flash_dmoe.md", "| tokens | product and top-k, vLLM |", "On one H100, after an", 1,
           ("2026-11-26_h100_gate_topk",), _gate),
     Table("docs/kernels.md", "| layer | weights | library |", "how many times as fast ours is", 4,
