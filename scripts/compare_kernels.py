@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from write_kernel_speeds import RECORDS, TABLES, build_info  # noqa: E402
+from write_kernel_speeds import MXFP4_IN_E4M3, RECORDS, TABLES, build_info  # noqa: E402
 
 from benchmarks.record import checkout  # noqa: E402
 
@@ -45,7 +45,7 @@ _WEIGHTS_OF = {
     "grouped_gemm_sm90_bf16.cu": ("bf16",),
     "grouped_gemm_sm90_fp8.cu": ("fp8_block",),
     "grouped_gemm_sm90_fp8_weights.cu": ("fp8_block",),
-    "grouped_gemm_sm90_mxfp4.cu": ("mxfp4",),
+    "grouped_gemm_sm90_mxfp4.cu": (MXFP4_IN_E4M3,),
     "grouped_gemm_sm90_mxfp4_weights.cu": ("mxfp4",),
     "grouped_gemm_sm90_int4_weights.cu": ("int4_g32", "int4_g128"),
 }
@@ -82,7 +82,7 @@ def main() -> int:
             gone = {source: lost for source, each in there.items() if (lost := each - everything(here))}
             without = sorted({weights for source in gone for weights in _WEIGHTS_OF.get(source, TABLES)})
             count = sum(map(Counter.total, gone.values()))
-            if set(TABLES) <= set(without):
+            if {*TABLES} <= {*without}:
                 print(f"{commit}: {count} kernels are not those of the working tree, in {', '.join(gone)}")
                 return 1
             tree = {"commit": commit, "cuda_sources": build_info().device_sources("cuda", folder)}

@@ -33,7 +33,10 @@ from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, T
 RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", "int4_g32": "int4_g32", "int4_g128": "int4_g128"}
 """The benchmark's name -> that of the tables. INT4 with zero points has no name there: it takes the time of INT4."""
-TABLES = tuple(_WEIGHTS.values())
+MXFP4_IN_E4M3 = "mxfp4 in E4M3"
+"""Kernels of MXFP4 that a table can do without: plans take them only where activations may be rounded."""
+TABLES = (*_WEIGHTS.values(), MXFP4_IN_E4M3)
+_IN_E4M3 = "grouped-mxfp4-"
 _LEAST_ROWS = 2
 """A record that ran out of time may have a layer at one number of tokens alone, which is no table."""
 _STOCK = "vllm"
@@ -94,9 +97,13 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     driver = environment["nvidia_smi"].split(",")[1].strip()
     timed: dict[tuple[str, str], dict[int, dict[str, TokenSpeeds]]] = {}
     shapes: dict[str, dict[str, Any]] = {}
+    in_e4m3 = same_kernels(MXFP4_IN_E4M3).get(measured, measured)
     for case in record["cases"]:
         if _STOCK not in case["sides"] or case["dtype"] not in _WEIGHTS:
             continue
+        if in_e4m3 != same_kernels(_WEIGHTS[case["dtype"]]).get(measured, measured):
+            sides = {name: side for name, side in case["sides"].items() if not name.startswith(_IN_E4M3)}
+            case = case | {"sides": sides}  # noqa: PLW2901 - without what others have changed since
         shapes[case["shape"]["name"]] = case["shape"]
         of_layer = timed.setdefault((case["shape"]["name"], case["dtype"]), {})
         of_layer.setdefault(case["tokens"], {})[case["routing"]] = _row(case)

@@ -348,7 +348,7 @@ MOEOPT_DEVICE void copy_tile_scales(const GemmArgs& args, const TileScales& scal
 // The first producer warp: the work queue, weights, and scales.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
-                                   WorkQueue queue, TileScales tile_scales) {
+                                   WorkQueue queue, ScalesBeside<kMode> tile_scales) {
   using Shape = GemmShape<kMode, kTokens>;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
   if (kUp) griddepcontrol_wait();
@@ -376,10 +376,12 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       } else if (lane == 0) {
         copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
-      if (beside && step == filled_first) {
-        mbarrier_wait_parity(tile_scales.empty(), tile_scales.parity ^ 1u);
-        if (lane == 0) copy_tile_scales<kMode, kUp>(args, tile_scales, work);
-        tile_scales.advance();
+      if constexpr (kHasTileScales<kMode>) {
+        if (beside && step == filled_first) {
+          mbarrier_wait_parity(tile_scales.empty(), tile_scales.parity ^ 1u);
+          if (lane == 0) copy_tile_scales<kMode, kUp>(args, tile_scales, work);
+          tile_scales.advance();
+        }
       }
       if constexpr (Shape::kMxfp4) {
         if (!beside) {
@@ -505,7 +507,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
 // stage are multiplied.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
-                                 const TileScales& scales, const Staging& staging) {
+                                 const ScalesBeside<kMode>& scales, const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
   const int warpgroup = staging.warpgroup;
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
@@ -540,7 +542,9 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   } else {
     multiply_stages_fp8_wide<kColumns, !kUp>(stages, sum0, sum1);
   }
-  if (beside) scales.release();
+  if constexpr (kHasTileScales<kMode>) {
+    if (beside) scales.release();
+  }
   touch_all(sum0);
   touch_all(sum1);
   if (Shape::kMxfp4 || args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
@@ -579,7 +583,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
 // Multiplies with the narrowest compiled width that holds the tile's tokens: fewer columns, less arithmetic.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
-                                      const TileScales& scales, const Staging& staging) {
+                                      const ScalesBeside<kMode>& scales, const Staging& staging) {
   constexpr int kNarrower = kNarrowerColumns<kTokens, kColumns>;
   if constexpr (kNarrower > 0) {
     if (tile.count <= kNarrower) {
@@ -591,14 +595,18 @@ MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& til
 }
 
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, TileScales scales,
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, ScalesBeside<kMode> scales,
                                   const Staging& staging) {
   const bool beside = GemmShape<kMode, kTokens>::kTileScales && scales.used();
   if (kUp) griddepcontrol_wait();
   for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
-    if (beside) mbarrier_wait_parity(scales.full(), scales.parity);
+    if constexpr (kHasTileScales<kMode>) {
+      if (beside) mbarrier_wait_parity(scales.full(), scales.parity);
+    }
     multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, work.tile(), work.row_tile, ring, scales, staging);
-    if (beside) scales.advance();
+    if constexpr (kHasTileScales<kMode>) {
+      if (beside) scales.advance();
+    }
   }
   if constexpr (kUp) {
     bar_warp_sync();  // all lanes have stored
@@ -618,7 +626,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   if constexpr (Shape::kTileScales) after_ring += args.scale_buffers * args.scale_buffer_bytes;
   const WorkQueue queue(after_ring + 2 * Shape::kStagingBytes);
   auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes + kQueueBytes);
-  const TileScales tile_scales(args, buffers, barriers + 2 * args.num_stages);
+  const ScalesBeside<kMode> tile_scales(args, buffers, barriers + 2 * args.num_stages);
   if (thread_index() == 0) {
     prefetch_tensormap(&map0);
     prefetch_tensormap(&map1);
@@ -628,9 +636,11 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     }
     for (int place = 0; place < kQueueSlots; ++place) mbarrier_init(queue.full + place, 1);
     mbarrier_init(queue.math_done, (kGemmThreads - kProducerThreads) / 32);
-    for (int b = 0; Shape::kTileScales && b < args.scale_buffers; ++b) {
-      mbarrier_init(tile_scales.barriers + b, 1);
-      mbarrier_init(tile_scales.barriers + kMostScaleBuffers + b, (kGemmThreads - kProducerThreads) / 32);
+    if constexpr (kHasTileScales<kMode>) {
+      for (int b = 0; Shape::kTileScales && b < args.scale_buffers; ++b) {
+        mbarrier_init(tile_scales.barriers + b, 1);
+        mbarrier_init(tile_scales.barriers + kMostScaleBuffers + b, (kGemmThreads - kProducerThreads) / 32);
+      }
     }
     fence_mbarrier_init();
   }

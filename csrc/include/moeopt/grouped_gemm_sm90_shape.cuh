@@ -183,6 +183,17 @@ struct TileScales {
   }
 };
 
+// In the place of TileScales in kernels that have no scales of four bits, or in E4M3: nothing, so that those kernels
+// stay the instructions they were.
+struct NoTileScales {
+  MOEOPT_DEVICE NoTileScales(const GemmArgs&, unsigned char*, uint64_t*) {}
+  MOEOPT_DEVICE static constexpr bool used() { return false; }
+};
+template <GemmMode kMode>
+constexpr bool kHasTileScales = kMode == GemmMode::kMxfp4Weights || kMode == GemmMode::kInt4Weights;
+template <GemmMode kMode>
+using ScalesBeside = std::conditional_t<kHasTileScales<kMode>, TileScales, NoTileScales>;
+
 // The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top,
 // where the tiles of an evenly split expert lie. The last width is half.
 template <int kTokens>

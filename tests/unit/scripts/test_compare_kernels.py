@@ -87,8 +87,8 @@ def test_a_field_that_moves_the_others_does_not_count() -> None:
         ("a", "", 0, []),
         ("abb", "m", 1, []),
         ("abc", "m", 1, []),
-        ("ab", "n", 0, ["mxfp4"]),
-        ("ab", "mm", 0, ["mxfp4"]),
+        ("ab", "n", 0, ["mxfp4 in E4M3"]),
+        ("ab", "mm", 0, ["mxfp4 in E4M3"]),
         ("abc", "n", 1, []),
     ],
 )
