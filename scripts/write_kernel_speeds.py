@@ -37,8 +37,6 @@ MXFP4_IN_E4M3 = "mxfp4 in E4M3"
 """Kernels of MXFP4 that a table can do without: plans take them only where activations may be rounded."""
 TABLES = (*_WEIGHTS.values(), MXFP4_IN_E4M3)
 _IN_E4M3 = "grouped-mxfp4-"
-_LEAST_ROWS = 2
-"""A record that ran out of time may have a layer at one number of tokens alone, which is no table."""
 _STOCK = "vllm"
 _EVEN = "uniform"
 """Of the routings that were timed, the one in which all experts are equally likely."""
@@ -107,6 +105,7 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
         shapes[case["shape"]["name"]] = case["shape"]
         of_layer = timed.setdefault((case["shape"]["name"], case["dtype"]), {})
         of_layer.setdefault(case["tokens"], {})[case["routing"]] = _row(case)
+    most = max(map(len, timed.values()), default=0)
     return [
         KernelSpeeds(
             device=environment["device"],
@@ -120,7 +119,7 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
             torch=environment["torch"],
         )
         for (name, dtype), of_layer in timed.items()
-        if len(of_layer) >= _LEAST_ROWS
+        if 2 * len(of_layer) >= most  # of less the time was over: no table
     ]
 
 

@@ -56,6 +56,27 @@ def test_only_our_variants_stand_beside_vllms_kernel(script: ModuleType) -> None
     assert table.rows[0].ours_us == {"direct": 25.0}
 
 
+def test_a_layer_for_which_the_time_was_over_is_no_table(script: ModuleType) -> None:
+    made = record()
+    first = made["cases"][0]
+    whole = [{**first, "tokens": tokens} for tokens in (1, 8, 64)]
+    tables = script.tables_of(made | {"cases": [*whole, {**first, "dtype": "fp8"}]}, Path("benchmarks/records/a.json"))
+    assert [table.weights for table in tables] == ["bf16"]
+
+
+def test_kernels_in_e4m3_that_changed_since_are_left_out_of_a_table_of_mxfp4(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "same_kernels", lambda weights: {"abc": "now"} if weights == "mxfp4" else {})
+    made = record()
+    sides = {name: {"median_us": 20.0} for name in ("grouped-mxfp4-n64", "grouped-mxfp4_weights-n16")}
+    case = {**made["cases"][0], "dtype": "mxfp4"}
+    case["sides"] = case["sides"] | sides
+    (table,) = script.tables_of(made | {"cases": [case]}, Path("benchmarks/records/a.json"))
+    assert table.kernel_hash == "now"
+    assert table.rows[0].ours_us.keys() == {"direct", "grouped-mxfp4_weights-n16"}
+
+
 def test_every_shipped_table_is_in_its_record(script: ModuleType) -> None:
     for path in sorted(shipped_dir().glob("*.json")):
         for table in read_tables(path):
