@@ -69,9 +69,9 @@ def test_kernels_in_e4m3_that_changed_since_are_left_out_of_a_table_of_mxfp4(
 ) -> None:
     monkeypatch.setattr(script, "same_kernels", lambda weights: {"abc": "now"} if weights == "mxfp4" else {})
     made = record()
+    case: dict[str, Any] = made["cases"][0]
     sides = {name: {"median_us": 20.0} for name in ("grouped-mxfp4-n64", "grouped-mxfp4_weights-n16")}
-    case = {**made["cases"][0], "dtype": "mxfp4"}
-    case["sides"] = case["sides"] | sides
+    case = {**case, "dtype": "mxfp4", "sides": {**case["sides"], **sides}}
     (table,) = script.tables_of(made | {"cases": [case]}, Path("benchmarks/records/a.json"))
     assert table.kernel_hash == "now"
     assert table.rows[0].ours_us.keys() == {"direct", "grouped-mxfp4_weights-n16"}
