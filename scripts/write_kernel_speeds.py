@@ -32,7 +32,7 @@ from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, T
 
 RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", "int4_g32": "int4_g32", "int4_g128": "int4_g128"}
-"""The benchmark's name -> that of the tables. INT4 with zero points has no name there: it takes the time of INT4."""
+"""The benchmark's name -> that of the tables. No record has INT4 with zero points at all numbers of tokens."""
 MXFP4_IN_E4M3 = "mxfp4 in E4M3"
 """Kernels of MXFP4 that a table can do without: plans take them only where activations may be rounded."""
 TABLES = (*_WEIGHTS.values(), MXFP4_IN_E4M3)
