@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -118,22 +117,8 @@ class Weights:
     w2_zero: Tensor | None = None
 
 
-def _pitched(w: Tensor) -> Tensor:
-    multiple = int(os.environ.get("MOEOPT_PITCH", "0"))
-    if not multiple or w.dtype != torch.uint8:
-        return w
-    wide = torch.zeros(w.shape[0], w.shape[1], -(-w.shape[2] // multiple) * multiple, device=w.device, dtype=w.dtype)
-    wide[:, :, : w.shape[2]] = w
-    return wide[:, :, : w.shape[2]]
-
-
 def make_weights(shape: Shape, dtype: str, seed: int) -> Weights:
     """Random weights on the GPU, never zeros but for a sixteenth of 4-bit codes."""
-    made = _make_weights(shape, dtype, seed)
-    return replace(made, w13=_pitched(made.w13), w2=_pitched(made.w2))
-
-
-def _make_weights(shape: Shape, dtype: str, seed: int) -> Weights:
     g = torch.Generator(device="cuda").manual_seed(seed)
     if dtype == "mxfp4":
         return _make_mxfp4(shape, g)

@@ -1,4 +1,3 @@
-#include <cstdlib>
 #include <string>
 
 #include "launch/launch.cuh"
@@ -39,13 +38,11 @@ CUtensorMap encode_tensor_map(const WeightView& view) {
     box[d] = static_cast<cuuint32_t>(view.box[d]);
     if (d > 0) strides[d - 1] = static_cast<cuuint64_t>(view.strides[d]);
   }
-  const char* wanted = std::getenv("MOEOPT_PROMOTION");
-  const auto promotion = static_cast<CUtensorMapL2promotion>(wanted ? std::atoi(wanted) : view.with_neighbours ? 3 : 0);
   const CUresult status =
       encode(&map, view.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
              const_cast<unsigned char*>(view.base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B,
-             promotion,
+             view.with_neighbours ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)) +
