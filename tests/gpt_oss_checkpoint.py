@@ -15,8 +15,8 @@ from moe_optimizer.ops.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
 TINY_MOE = Path(__file__).resolve().parents[1] / "examples" / "tiny-moe"
 LAYERS, EXPERTS, TOP_K = 2, 8, 4
-HIDDEN, WIDTH = 160, 96
-"""Multiples of 32, which share a scale, and of nothing wider."""
+HIDDEN, WIDTH = 480, 96
+"""Multiples of 32, which share a scale, and of nothing wider; rows of H / 2 bytes are filled up on a GPU."""
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 64, 2048
 _GROUP = 32
 _QUANTIZATION = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_optimizer.ops.four_bit_codes import rows_on_lines
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 
 
@@ -158,7 +159,7 @@ def _make_mxfp4(shape: Shape, g: torch.Generator) -> Weights:
         codes_and_exponents(2 * shape.width, shape.hidden),
         codes_and_exponents(shape.hidden, shape.width),
     )
-    return Weights(w13, w2, w13_scale, w2_scale)
+    return Weights(rows_on_lines(w13), rows_on_lines(w2), w13_scale, w2_scale)  # as experts of gpt-oss are held
 
 
 def _make_int4(shape: Shape, group: int, *, zero_points: bool, g: torch.Generator) -> Weights:

@@ -199,7 +199,9 @@ struct WeightView {
   int32_t box[3];
   // Whether what misses L2 comes with the 256 bytes around it. A stage has 128 bytes of each of 128 rows, and with four
   // bits that are read once the rest of those lines came too early: MXFP4 took 1.03 to 1.14 times as long at 16 and 64
-  // tokens (benchmarks/records/2026-11-27_h100_weight_fetch_trials.json). Wider weights were not timed.
+  // tokens (benchmarks/records/2026-11-27_h100_weight_fetch_trials.json). BF16 and FP8, whose next stage reads the
+  // rest, are 1.02 to 1.06 times as fast with it up to 256 tokens
+  // (benchmarks/records/2026-11-28_h100_weight_fetch_trials.json).
   bool with_neighbours;
 };
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_optimizer.specs.expert_formats import row_pitch
 from moe_optimizer.specs.model import ModelSpec
 
 FP8_BLOCK = 128
@@ -131,6 +132,13 @@ def device_weight_bytes(
         vocabulary = row_bytes * padded_rows
     kv_projections = parts.kv_projections * kv_head_share(model, num_devices)
     return math.ceil(experts + parts.linears / num_devices + kv_projections + vocabulary + parts.replicated)
+
+
+def row_filling_bytes(model: ModelSpec) -> int:
+    """Return the bytes between the rows of a model's experts in four bits, as our CUDA kernels hold them undivided."""
+    up, down = (row_pitch(size // 2) - size // 2 for size in (model.expert_hidden_size, model.moe_intermediate_size))
+    each = 2 * model.moe_intermediate_size * up + model.expert_hidden_size * down
+    return model.num_moe_layers * model.num_experts * each
 
 
 def experts_on_device(model: ModelSpec, num_devices: int, expert_copies: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.specs.expert_formats import row_pitch
 
 CODES_PER_BYTE = 2
 # Chosen: the FP32 intermediate of one step, of which there are some ten.
@@ -28,6 +29,18 @@ def pack_pairs(codes: Tensor) -> Tensor:
 def unpack_pairs(packed: Tensor) -> Tensor:
     """Return the codes uint8 [.., K] of uint8 [.., K / 2]."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+
+
+def rows_on_lines(packed: Tensor) -> Tensor:
+    """Return uint8 [E, N, K / 2] with its rows `row_pitch` apart: itself where they are, else a copy.
+
+    The bytes between two rows belong to none, and are zero.
+    """
+    row = packed.shape[-1]
+    pitch = row_pitch(row)
+    if packed.stride(-2) == pitch:
+        return packed
+    return torch.nn.functional.pad(packed, (0, pitch - row))[..., :row]
 
 
 def check_weight(op: str, weight: Tensor, group: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
-from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.costs.weights import DTYPE_BYTES, row_filling_bytes
 from moe_optimizer.errors import InputError
 from moe_optimizer.layouts.question import requests_of_engine
 from moe_optimizer.layouts.search import Goal, Limits
@@ -32,6 +32,7 @@ from moe_optimizer.plan.pass_params import (
 )
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
+from moe_optimizer.specs.expert_formats import MXFP4
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.specs.layout import Layout
@@ -281,7 +282,17 @@ class PlanContext:
         return expert_bits, None if fp8 is None else fp8.stored_linear_bits
 
     def _model_as_served(self) -> ModelSpec:
-        """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
+        """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes, and what fills its rows
+        up where our kernels read them.
+        """
+        experts = self.params(FlashDmoeParams)
+        if self.model.expert_format == MXFP4 and experts is not None and experts.kernel == "cuda":
+            more = row_filling_bytes(self.model)
+            return dataclasses.replace(
+                self.model,
+                weight_bytes=self.model.weight_bytes + more,
+                expert_weight_bytes=self.model.expert_weight_bytes + more,
+            )
         if self.model.quant_method is not None or self.dtype == self.model.dtype:
             return self.model
         scale = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[self.model.dtype]

@@ -165,3 +165,13 @@ def test_the_op_refuses_groups_that_are_not_whole_and_scales_that_are_not_bytes(
         fused_experts(case.x, w13, w2, *routing, w13_scale=w13_scale.float(), w2_scale=w2_scale)
     with pytest.raises(TensorContractError, match=r"w2_scale dim 2: got 1, expected 2"):
         fused_experts(case.x, w13, w2, *routing, w13_scale=w13_scale, w2_scale=w2_scale[..., :1])
+
+
+@pytest.mark.parametrize(("row", "pitch"), [(240, 256), (1440, 1536), (720, 768), (704, 704), (192, 192), (48, 48)])
+def test_rows_of_codes_begin_on_lines_of_memory_where_that_takes_little_more(row: int, pitch: int) -> None:
+    packed = torch.randint(0, 256, (2, 3, row), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
+    held = four_bit_codes.rows_on_lines(packed)
+    assert torch.equal(held, packed)
+    assert held.stride() == (3 * pitch, pitch, 1)
+    assert four_bit_codes.rows_on_lines(held) is held
+    assert held.untyped_storage().nbytes() == 2 * 3 * pitch

@@ -24,8 +24,8 @@ from tests.vllm.expert_layers import PASS, moe_config
 
 torch = pytest.importorskip("torch")
 
-EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 4, 160, 96
-"""Multiples of 32, and of nothing wider."""
+EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 4, 480, 96
+"""Multiples of 32, and of nothing wider; rows of H / 2 bytes are filled up on a GPU."""
 GROUPED = "grouped-mxfp4_weights"
 RANGES = (TokenRange(up_to=2, use="direct"), TokenRange(up_to=ANY_NUMBER, use=GROUPED))
 BYTES = EXPERTS * 3 * HIDDEN * WIDTH * 4.25 / 8
@@ -228,6 +228,7 @@ def test_our_cuda_kernels_compute_every_number_of_tokens_from_the_weights_as_sto
 
     layer = loaded_layer(gpu_method())
     assert_as_stored(layer)
+    assert (layer.w13_weight.stride(1), layer.w2_weight.stride(1)) == (256, WIDTH // 2)
     kernels.runs.clear()
     for tokens in (1, 2, 3, 700):
         assert_close(forward(layer, tokens))

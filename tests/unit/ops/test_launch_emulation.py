@@ -9,6 +9,7 @@ emulation says, races inside a warp's memory accesses, and speed.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_variants import PAIRED_TILES, TILE_TOKENS, DirectVariant, GemmMode
+from moe_optimizer.ops.four_bit_codes import rows_on_lines
 from moe_optimizer.ops.mxfp4 import E2M1_VALUES
 from tests.kernel_emulator import Case, Emulator, assert_close, make_case, with_poisoned_output
 
@@ -176,6 +178,15 @@ def test_mxfp4_in_e4m3_with_biases_the_clamped_activation_and_a_map(emulator: Em
     want = case.reference().float()
     out = emulator.grouped(case.problem, GemmMode.MXFP4, tile_tokens=64).float()
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+def test_rows_that_begin_on_lines_of_memory_give_the_bits_of_rows_that_lie_together(emulator: Emulator):
+    case = make_case(9, 4, 8, 480, 480, mxfp4=True, activation="swigluoai", bias=True)
+    p = case.problem
+    apart = replace(case, problem=replace(p, w13=rows_on_lines(p.w13), w2=rows_on_lines(p.w2)))
+    assert (apart.problem.w13.stride(1), apart.problem.w2.stride(1)) == (256, 256)
+    for held, together in zip(_both_mxfp4(emulator, apart), _both_mxfp4(emulator, case), strict=True):
+        assert torch.equal(held, together)
 
 
 @pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567])

@@ -127,7 +127,7 @@ def test_four_bit_leaves_experts_alone_that_are_in_four_bits(model):
 
 @stored
 def test_memory_counts_the_experts_as_they_are_stored(model):
-    plan = made_plan(model, gpus("h100_sxm"), software=built(), wishes=ASKED)
+    plan = made_plan(model, gpus("h100_sxm"), software=built())
     bits = 4.25 if model.int4 is None else 4.15625
     assert model.expert_weight_bytes == pytest.approx(model.expert_params * weight_element_bytes(bits), rel=1e-3)
     assert plan.memory.weight_bytes == model.weight_bytes
@@ -199,3 +199,11 @@ def test_tensor_parallelism_that_would_cut_a_group_is_refused():
     decision = decide(qwen3_30b_a3b_int4(), gpus("h100_sxm", 4), profile=profile, wishes=ASKED)
     assert decision.status is Status.REFUSED
     assert "found 2048 and 192" in decision.reason
+
+
+@stored
+def test_memory_counts_what_fills_up_the_rows_of_gpt_oss_that_our_kernels_read(model):
+    held = made_plan(model, gpus("h100_sxm"), software=built(), wishes=ASKED).memory.weight_bytes
+    # 3 x 2880 rows of 1440 bytes of each expert, each on 1536.
+    filling = 3 * 2880 * (1536 - 1440) if model.int4 is None else 0
+    assert held - model.weight_bytes == model.num_moe_layers * model.num_experts * filling
