@@ -31,11 +31,15 @@ from moe_optimizer.inspection.kernel_speeds import shipped_dir, write_tables  # 
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, TokenSpeeds  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "records"
-_WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", "int4_g32": "int4_g32", "int4_g128": "int4_g128"}
-"""The benchmark's name -> that of the tables. No record has INT4 with zero points at all numbers of tokens."""
+_INT4 = ("int4_g32", "int4_g128")
+_ZERO_POINTS = "z"
+"""Ends the name of INT4 weights that have them: the same kernels."""
+_WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4", **{name: name for name in _INT4}}
+_WEIGHTS |= {name + _ZERO_POINTS: name + _ZERO_POINTS for name in _INT4}
+"""The benchmark's name -> that of the tables."""
 MXFP4_IN_E4M3 = "mxfp4 in E4M3"
 """Kernels of MXFP4 that a table can do without: plans take them only where activations may be rounded."""
-TABLES = (*_WEIGHTS.values(), MXFP4_IN_E4M3)
+TABLES = (*(name for name in _WEIGHTS.values() if not name.endswith(_ZERO_POINTS)), MXFP4_IN_E4M3)
 _IN_E4M3 = "grouped-mxfp4-"
 _STOCK = "vllm"
 _EVEN = "uniform"
@@ -167,6 +171,7 @@ def _shape(shape: dict[str, Any]) -> LayerShape:
 def same_kernels(weights: str) -> dict[str, str]:
     """Return, for sources that compile to later ones' kernels for these weights, the hash of the last of those."""
     newest: dict[str, str] = {}
+    weights = weights.removesuffix(_ZERO_POINTS)
     for path in sorted(RECORDS.glob("*_same_kernels.json")):
         trees = json.loads(path.read_text(encoding="utf-8"))["trees"]
         last, *others = (tree["cuda_sources"] for tree in trees if weights not in tree.get("without", ()))

@@ -13,6 +13,7 @@ _PAGED_DECODE, _DECODE_STEP = "2026-11-27_h100_paged_decode", "2026-11-22_h100_d
 _MXFP4 = "2026-11-23_h100_mxfp4_experts"
 _E4M3 = "2026-11-26_h100_mxfp4_in_e4m3"
 _SCALES, _FETCHES = "2026-11-27_h100_four_bit_bulk_scales", "2026-11-27_h100_weight_fetch_trials"
+_FOUR_BITS, _LINES = "2026-11-28_h100_four_bit_experts", "2026-11-28_h100_weight_fetch_trials"
 _TWO_BLOCKS = "2026-11-27_h100_four_bit_two_blocks"
 _DECODE_CHECK = "2026-11-23_epyc_decode_check"
 _DECODE_H100 = "2026-11-23_h100_decode_check"
@@ -180,6 +181,17 @@ def _fetches(record: Any, weights: str) -> list[float]:
     ]
 
 
+def _fetched(record: Any, run: str, dtype: str, shape: str, tokens: int) -> float:
+    """Return the time of tiles of 16 tokens in one run of a record of how weights are fetched."""
+    (case,) = [
+        each
+        for each in record["runs"][run]["cases"]
+        if (each["dtype"], each["shape"]["name"], each["tokens"]) == (dtype, shape, tokens)
+    ]
+    (name,) = [side for side in case["sides"] if side in ("grouped-bf16-n16", "grouped-mxfp4_weights-n16")]
+    return case["sides"][name]["median_us"]
+
+
 def _fetched_alone(record: Any) -> list[float]:
     alone, before = _fetches(record, "none"), _fetches(record, "256 bytes")
     (floor,) = [
@@ -308,13 +320,20 @@ CLAIMS = [
     Claim("docs/kernels.md",
           "would save {101} us of a step, {2.1} % of the {4,837} us of stock vLLM", (_PAGED_DECODE, _DECODE_STEP),
           _attention_of_a_step),
-    Table("docs/kernels.md", "| tokens | Marlin, MXFP4 |", "**MXFP4.**", 1, (_SCALES,), _mxfp4_beside_marlin),
-    Claim("docs/kernels.md", "{131.4} us where {138.3} were taken with it at 64 tokens, {81} % of the floor, and "
-          "{92.2} for {96.8} at 16; on gpt-oss-120b's layer {624.0} for {709.5} and {299.3} for {334.6}", (_FETCHES,),
+    Table("docs/kernels.md", "| tokens | Marlin, MXFP4 |", "**MXFP4.**", 1, (_FOUR_BITS,), _mxfp4_beside_marlin),
+    Claim("docs/kernels.md", "{131.4} us where {138.3} were taken with the lines at 64 tokens, {81} % of the floor, and "
+          "{92.2} for {96.8}\nat 16; on gpt-oss-120b's layer {624.0} for {709.5} and {299.3} for {334.6}", (_FETCHES,),
           _fetched_alone),
-    Claim("docs/kernels.md", "took {129.8} and {91.7}, and {535.2} and {263.9} us there", (_FETCHES,),
-          lambda found: _fetches(found, "256 bytes, stages contiguous")),
-    Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_SCALES,), _int4_beside_marlin),
+    Claim("docs/kernels.md", "gpt-oss's took {535.2} and {263.9} us and Qwen3's {129.8} and {91.7}", (_FETCHES,),
+          lambda found: [*_fetches(found, "256 bytes, stages contiguous")[2:],
+                         *_fetches(found, "256 bytes, stages contiguous")[:2]]),
+    Claim("docs/kernels.md", "took {410.4} us for {391.3} at 64 tokens", (_LINES,),
+          lambda found: [_fetched(found, run, "bf16", "qwen3-30b-a3b", 64) for run in ("none", "256 bytes")]),
+    Claim("docs/kernels.md", "took {577.8} us for {621.2} at 64 tokens, {279.5} for {297.8} at 16 and {685.7} for "
+          "{739.0} at 256", (_LINES,),
+          lambda found: [_fetched(found, f"four bits, rows {run}", "mxfp4", "gpt-oss-120b", tokens)
+                         for tokens in (64, 16, 256) for run in ("at multiples of 128 bytes", "as they are")]),
+    Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_FOUR_BITS,), _int4_beside_marlin),
     Claim("docs/kernels.md", "took {179.5} us at 64 tokens in groups of 128", (_TWO_BLOCKS,), _int4_of_16),
     Claim("docs/kernels.md", "with scales beside the\nring {140.5}", (_SCALES,), _int4_of_16),
     Table("docs/kernels.md", "| layer | tokens | products", "**MXFP4.**", 2, (_E4M3,), e4m3_beside_bf16),

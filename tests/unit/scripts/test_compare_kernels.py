@@ -147,13 +147,14 @@ def test_tables_of_earlier_sources_hold_for_the_last_ones(tmp_path: Path, monkey
     for date, hashes in (("2026-01-01", ["b", "a"]), ("2026-02-01", ["c", "b"]), ("2026-03-01", ["z", "y"])):
         trees: list[dict[str, Any]] = [{"commit": None, "cuda_sources": each} for each in hashes]
         if date == "2026-02-01":
-            trees[1]["without"] = ["mxfp4"]
+            trees[1]["without"] = ["int4_g128", "mxfp4"]
         (tmp_path / f"{date}_same_kernels.json").write_text(json.dumps({"trees": trees}))
     monkeypatch.setattr(write_kernel_speeds, "RECORDS", tmp_path)
     write_kernel_speeds.same_kernels.cache_clear()
     try:
         assert write_kernel_speeds.same_kernels("bf16") == {"a": "c", "b": "c", "y": "z"}
-        assert write_kernel_speeds.same_kernels("mxfp4") == {"a": "b", "y": "z"}
+        for weights in ("mxfp4", "int4_g128", "int4_g128z"):  # zero points are in the same kernels
+            assert write_kernel_speeds.same_kernels(weights) == {"a": "b", "y": "z"}
     finally:
         write_kernel_speeds.same_kernels.cache_clear()
 
