@@ -23,7 +23,11 @@ _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
 _PAIRED = 1.2
 """Chosen, between the 1.39 of one start and the 1.10 that others reach, which have one client."""
-_SHARED = ("2026-11-27_h100_x2_layouts_mixtral_tp2ep", "2026-11-27_h100_x2_layouts_tp2")
+_SHARED = (
+    "2026-11-27_h100_x2_layouts_mixtral_tp2ep",
+    "2026-11-27_h100_x2_layouts_tp2",
+    "2026-11-28_h100_x2_layouts_tp2_api_servers",
+)
 """Records of two servers that were loaded at the same time, by processes of one host, each on GPUs of its own."""
 _API_SERVERS = "--api-server-count"
 _CACHE_BYTES = "--kv-cache-memory-bytes"

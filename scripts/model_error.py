@@ -179,7 +179,8 @@ def _pass_table(found: list[Case]) -> list[str]:
 def _choice_table(found: list[Case]) -> list[str]:
     lines = [
         "What would be chosen of the layouts that were measured under one load, and which of them was best. Share: "
-        "tokens/s of the chosen one over the best one's; for latency time per output token.",
+        "tokens/s of the chosen one over the best one's; for latency time per output token. Of a layout that several "
+        "records have, the mean; the first is named.",
         "",
         "| record | served | clients | goal | chosen | best measured | share |",
         "|---|---|--:|---|---|---|--:|",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -235,7 +236,7 @@ def _pass_between(base: Load, load: Load) -> str:
 
 def choices(found: list[Case]) -> list[LayoutChoice]:
     """Return how well is chosen wherever layouts of as many GPUs of a kind were measured under the same load, in one
-    record or in several.
+    record or in several; a layout that several have, by the mean of them.
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in found:
@@ -247,13 +248,31 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
     chosen = []
     for group in groups.values():
         judged = [case for case in group if case.rate_error is not None]
-        for goal, known in (("throughput", judged), ("latency", group)):
-            if len({case.load.layout for case in known}) > 1:
+        for goal, measured in (("throughput", judged), ("latency", group)):
+            known = _of_all_records(measured)
+            if len(known) > 1:
                 first = ordered([case.prediction for case in known], goal)[0]
                 taken = next(case for case in known if case.prediction is first)
                 best = max(known, key=lambda case: _score(case.load, goal))
                 chosen.append(LayoutChoice(goal=goal, chosen=taken, best=best))
     return chosen
+
+
+def _of_all_records(found: list[Case]) -> list[Case]:
+    """Return one case of each layout: its first, with the mean of what all records of it measured."""
+    layouts: dict[str, list[Case]] = {}
+    for case in found:
+        layouts.setdefault(case.load.layout, []).append(case)
+    means = []
+    for first, *others in layouts.values():
+        loads = [case.load for case in (first, *others)]
+        rates = [load.tokens_per_s for load in loads if load.tokens_per_s is not None]
+        load = dataclasses.replace(
+            first.load, tpot_ms=statistics.mean(load.tpot_ms for load in loads),
+            tokens_per_s=statistics.harmonic_mean(rates) if rates else None,
+        )  # fmt: skip
+        means.append(dataclasses.replace(first, load=load))
+    return means
 
 
 def _score(load: Load, goal: str) -> float:

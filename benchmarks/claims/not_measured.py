@@ -123,6 +123,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-27_h100_x2_layouts_mixtral_tp2ep",
                 "2026-11-27_h100_x2_layouts_tp1x2",
                 "2026-11-27_h100_x2_layouts_tp2",
+                "2026-11-28_h100_x2_layouts_tp2_api_servers",
                 "2026-11-27_h100-h200_layouts_compared",
                 "2026-11-27_h100-h200_layouts_compared_processes",
             ),
@@ -151,6 +152,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-26_h200_x4_layouts",
                 "2026-11-26_h100_x2_layouts_deepseek_v2",
                 "2026-11-26_h100_x2_layouts_deepseek_v2_rest",
+                "2026-11-27_h100_x2_layouts_tp2",
             ),
         ),
         (

@@ -22,6 +22,7 @@ _CHECKS = "2026-11-20_h200_checks"
 _SPARSITY = "2026-11-20_epyc_sparsity_24"
 _ENGINE_H100, _ENGINE_BOTH = "2026-11-23_h100_engine_throughput", "2026-11-25_h100_engine_throughput"
 _FOUR_GPUS = "2026-11-26_h100_x4_layouts"
+_TWO_GPUS = "2026-11-28_h100_x2_layouts_tp2_api_servers"
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _CPU_STARTS = ("2026-11-27_xeon_starts",)
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
@@ -172,6 +173,12 @@ def _with_512_clients(found: Any) -> list[float]:
     return [*rates, *times, replicas["output_tokens_per_s"], replicas["tpot_ms"]["median"]]
 
 
+def _of_two_gpus(found: Any) -> list[float]:
+    """Tokens/s and time per token of slices with one API server, then with four."""
+    loads = [found["layouts"][name]["loads"][0] for name in ("tp2", "tp2 --api-server-count 4")]
+    return [each for load in loads for each in (load["output_tokens_per_s"], load["tpot_ms"]["median"])]
+
+
 def _prompt_steps_ms(plain: Any, graphs: Any) -> list[float]:
     """Wall time and kernels of 1024 tokens, the wall time with a graph of that size, and that of 8192 tokens."""
     short, long = (plain["prompts"][tokens] for tokens in ("1024", "8192"))
@@ -190,6 +197,8 @@ CLAIMS = [
           "{9,645} in one start and {12,363} in another; in both each token came sooner, in {30.9} and {27.0} ms in "
           "place of {35.7}. Two servers of two\nGPUs, which have one each, had {14,560} and {23.2} ms", (_FOUR_GPUS,),
           _with_512_clients),
+    Claim("docs/layouts.md", "slices had {8,272} tokens/s and {41.4} ms with one, {9,030} and {35.7} ms with four",
+          (_TWO_GPUS,), _of_two_gpus),
     Claim("docs/layouts.md", "and four had {7,110} tokens/s in place of {6,594}", (_FOUR_GPUS,), _with_128_clients),
     Claim("docs/layouts.md", "a prompt of 1024 tokens takes {91} ms, {31} of them in kernels, and {36} ms with a graph "
           "of\n  that size; 8192 tokens take {172}, and", PROMPT_STEPS, _prompt_steps_ms),

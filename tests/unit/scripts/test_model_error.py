@@ -174,6 +174,19 @@ def test_layouts_of_four_gpus_are_judged_each_and_by_what_is_chosen_of_them(of_r
         assert each.ratio == pytest.approx(share if each.goal == "throughput" else 1 / share)
 
 
+def test_a_layout_that_two_records_have_is_chosen_by_the_mean_of_both(of_records):
+    found = of_records(
+        h200_x4_a=layouts_record({"tp4": 2000.0, "tp2x2": 1900.0}), h200_x4_b=layouts_record({"tp4": 1500.0})
+    )
+    (choice,) = [
+        each for each in predicted_loads.choices(list(found.values()))
+        if each.goal == "throughput" and each.chosen.load.clients == 16
+    ]  # fmt: skip
+    assert (choice.chosen.load.layout, choice.best.load.layout) == ("tp4", "tp2x2")
+    # As many tokens each: the mean rate is over the sum of both times.
+    assert choice.ratio == pytest.approx(2 / (1 / 2000 + 1 / 1500) / 1900)
+
+
 def test_layouts_that_failed_are_no_cases_and_a_like_model_of_two_gpus_is_read(of_records):
     record = layouts_record({"tp2": 900.0, "tp2ep": 800.0}, model="deepseek_v2", profile="balanced")
     record["layouts"]["tp1x2"] = {"error": "longer than 260 s", "log": {}, "loads": []}
