@@ -8,7 +8,8 @@ tokens) the question is what AIConfigurator gives to our choice as a share of it
 throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
 left out on both sides; so are cases of which nothing is left. AIConfigurator knows no process that GPUs wait for
 (launches of steps without a CUDA graph, the API server), so on our side none counts either; with --processes those do
-that plans count: they have graphs of prompts.
+that plans count: they have graphs of prompts. GLM-4.5-Air, which AIConfigurator does not know, is estimated by a
+stand-in (`STAND_INS`); our choices are of the model itself.
 """
 
 from __future__ import annotations
@@ -42,8 +43,18 @@ MODELS = (
     "mistralai/Mixtral-8x7B-v0.1",
     "openai/gpt-oss-120b",
     "deepseek-ai/DeepSeek-V3",
+    "zai-org/GLM-4.5-Air",
 )
-"""No release of AIConfigurator knows GLM-4.5-Air: of that maker 0.12 has GLM-5 to 5.3."""
+STAND_INS = {"zai-org/GLM-4.5-Air": "glm4_moe"}
+"""Models that no release of AIConfigurator knows -> their configuration in tests/data. Of the maker of GLM-4.5-Air 0.12
+has GLM-5 to 5.3, with latent attention."""
+STAND_IN = (
+    "Step-3.7-Flash's architecture with the model's own sizes: grouped attention of all tokens in every layer, a dense "
+    "first layer, a shared expert; the norms of q and k and the routing (power law of 1.01) are that architecture's. "
+    "No experts of its width were timed: they count as the nearest timed ones do (mode HYBRID, transfer policy xshape)"
+)
+"""Of AIConfigurator's architectures the one that has all these parts, and which times it takes then."""
+CONFIGS = ROOT / "tests" / "data" / "model_configs"
 SYSTEMS = {"h100_sxm": "h100_sxm", "h200_sxm": "h200"}
 """AIConfigurator's name -> ours."""
 MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
@@ -98,6 +109,7 @@ def main() -> int:
         ),
         "environment": host(os.getloadavg()[0]),
         "workload": {"input_tokens": PROMPT, "output_tokens": ANSWER, "step_tokens": STEP_TOKENS},
+        "stand_ins": {model: STAND_IN for model in models if model in STAND_INS},
         "summary": summary(cases, errors),
         "cases": cases,
     }
@@ -118,12 +130,13 @@ def collect(models: list[str], data: dict[str, Any], path: Path) -> None:
 
     for system in SYSTEMS:
         version = perf_database.get_latest_database_version(system=system, backend="vllm")
-        tables = perf_database.get_database_view(
-            system, "vllm", version, allow_missing_data=False, database_mode="SILICON", transfer_policy=None
-        )
         for model in models:
+            mode, policy = ("HYBRID", "xshape") if model in STAND_INS else ("SILICON", None)
+            tables = perf_database.get_database_view(
+                system, "vllm", version, allow_missing_data=False, database_mode=mode, transfer_policy=policy
+            )
             # As a folder: of some models it looks for a file on the hub although it has one.
-            folder = str(config_folder(model))
+            folder = str(stand_in_folder(model) if model in STAND_INS else config_folder(model))
             for layout in shapes():
                 size = layout.devices_of_stage
                 slices = 1 if layout.expert_parallel else size
@@ -171,19 +184,48 @@ def key_of(model: str, system: str, layout: Layout) -> str:
 
 
 def inspect(model: str) -> ModelSpec:
-    """Return the model by AIConfigurator's copy of its config.json."""
+    """Return the model by its config.json."""
     return ModelInspector().inspect(str(config_folder(model)))
 
 
 @cache
 def config_folder(model: str) -> Path:
-    """Return a folder that holds AIConfigurator's copy of a model's config.json."""
+    """Return a folder that holds a model's config.json: AIConfigurator's copy, or ours of what it does not know."""
+    if model in STAND_INS:
+        return _folder_of((CONFIGS / f"{STAND_INS[model]}.json").read_text(encoding="utf-8"))
     import aiconfigurator_core
 
     configs = Path(str(aiconfigurator_core.__file__)).parent / "model_configs"
+    return _folder_of((configs / f"{model.replace('/', '--')}_config.json").read_text(encoding="utf-8"))
+
+
+@cache
+def stand_in_folder(model: str) -> Path:
+    """Return a folder that holds the config.json of a model's `STAND_IN`."""
+    config = json.loads((CONFIGS / f"{STAND_INS[model]}.json").read_text(encoding="utf-8"))
+    return _folder_of(json.dumps(stand_in(config)))
+
+
+def stand_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a stand-in for a GLM-4.5 model, by the model's own."""
+    same = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "max_position_embeddings", "torch_dtype", "moe_intermediate_size",
+        "num_experts_per_tok", "first_k_dense_replace",
+    )  # fmt: skip
+    return {
+        "architectures": ["Step3p7FlashForCausalLM"],
+        "model_type": "step3p7",
+        **{key: config[key] for key in same},
+        "num_experts": config["n_routed_experts"],
+        "share_expert_dim": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "layer_types": ["full_attention"] * config["num_hidden_layers"],
+    }
+
+
+def _folder_of(config: str) -> Path:
     folder = Path(tempfile.mkdtemp())
-    text = (configs / f"{model.replace('/', '--')}_config.json").read_text(encoding="utf-8")
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "config.json").write_text(config, encoding="utf-8")
     return folder
 
 
