@@ -26,6 +26,7 @@ _TWO_GPUS = "2026-11-28_h100_x2_layouts_tp2_api_servers"
 _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _CPU_STARTS = ("2026-11-27_xeon_starts",)
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
+_MINUTES_OF_64 = "2026-11-28_h100_first_minutes_64"
 
 
 def _turns(found: Any) -> list[float]:
@@ -275,6 +276,12 @@ CLAIMS = [
           (_FIRST_MINUTES,), _minutes),
     Claim("docs/usage.md", "within {125} ms (stock vLLM: {171} ms;", (_FIRST_MINUTES,),
           lambda found: [_after_the_first_tokens(found, side) for side in ("ours", "vllm")]),
+    Claim("docs/usage.md", "ours after {147.9} s, stock vLLM after {166.2}", (_MINUTES_OF_64,),
+          lambda found: [_starts(found, side)[0]["ready_s"] for side in ("ours", "vllm")]),
+    Claim("docs/usage.md", "{0.99}x to {1.02}x the tokens per second and {1.00}x the TPOT", (_MINUTES_OF_64,),
+          lambda found: _minutes(found)[:3]),
+    Claim("docs/usage.md", "took it {179} ms, stock vLLM {1,230}", (_MINUTES_OF_64,),
+          lambda found: [_loaded(found, side)["stretches"][1]["ttft_ms_most"] for side in ("ours", "vllm")]),
     Claim("docs/engine.md", "{4.45} and {25.3} ms; vLLM 0.26 {4.71} and {24.7} ms", (_ENGINE_BOTH,), _decodes),
     Claim("docs/engine.md", "{4.30} and {24.4} ms", (_ENGINE_H100,), _decodes),
     Claim("docs/engine.md", "{9.8} ms, {1.4} ms; attention {6.7} ms", ("2026-11-25_h100_engine_decode_step",),
