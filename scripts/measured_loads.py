@@ -63,6 +63,8 @@ class Load:
     output_tokens: int
     tpot_ms: float
     tokens_per_s: float | None
+    gap_ms: float | None = None
+    """Median time between two tokens of a request, where the record has it."""
     ttft_ms: float | None = None
     """Mean time to first token, where the record keeps how they are distributed."""
     why_no_rate: str = ""
@@ -152,6 +154,7 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
         step_tokens=16_384 if (record, side) in _LONG_STEPS else STEP_TOKENS,
         max_running=_FEW_REQUESTS.get(record, 1024), ttft_ms=_mean_ttft_ms(load),
+        gap_ms=load.get("itl_ms", {}).get("median"),
     )  # fmt: skip
 
 

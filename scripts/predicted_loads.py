@@ -22,6 +22,7 @@ from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
+from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US  # noqa: E402
 from moe_optimizer.layouts.question import LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
@@ -55,6 +56,8 @@ READER_REQUEST_US = 1000.0
 """Of each request of those that come at once, in the same process, before it reads what comes back: 512 clients wait
 0.4 to 0.6 s longer than the reading of their prompts lets them in all records of layouts, of one API server as of
 four."""
+_CLIENTS_OF_FRONT_END = 512
+"""The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs."""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
 FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -177,6 +180,17 @@ def cases() -> Iterator[Case]:
     yield from map(predicted, [*served_loads(), *TRIAL])
 
 
+def of_their_front_ends(found: list[Case]) -> list[Case]:
+    """Return the loads with 512 clients of those that were held up, where one API server answered all, predicted with
+    what it took for a token: the gap between two tokens of a request over the clients.
+    """
+    return [
+        predicted(load, front_end_slowness=max(1.0, 1000 * load.gap_ms / load.clients / FRONT_END_TOKEN_US))
+        for load in (case.load for case in found)
+        if load.held_up and load.clients == _CLIENTS_OF_FRONT_END and load.api_servers is None and load.gap_ms
+    ]
+
+
 def foreseen() -> Iterator[Case]:
     """Yield predictions of loads that no record has: when one does, the history has what was said before."""
     measured = {_key(load) for load in served_loads()}
@@ -279,9 +293,10 @@ def _score(load: Load, goal: str) -> float:
     return 1 / load.tpot_ms if goal == "latency" else load.tokens_per_s or 0.0
 
 
-def predicted(load: Load) -> Case:
+def predicted(load: Load, *, front_end_slowness: float = 1.0) -> Case:
     """Return a load beside its prediction."""
     question, layout = _question(load), parse_layout(load.layout)
+    question = dataclasses.replace(question, front_end_slowness=front_end_slowness)
     memory = memory_of(question, layout)
     if load.cache_bytes is not None:
         memory = dataclasses.replace(memory, kv_cache_bytes=load.cache_bytes)

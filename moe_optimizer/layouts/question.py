@@ -63,6 +63,8 @@ class LayoutQuestion:
     """Whether processes count that GPUs wait for: those that launch kernels, and those that send tokens out (vLLM's API
     servers).
     """
+    front_end_slowness: float = 1.0
+    """How many times as long as on the host of `FRONT_END_TOKEN_US` an API server takes for each token and request."""
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

@@ -199,7 +199,8 @@ class _Loop:
         """
         layout, question = self.model.layout, self._question
         copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine
-        sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * copies * question.processes
+        token_us = fitted.FRONT_END_TOKEN_US * question.processes * question.front_end_slowness
+        sending_us = token_us * self._decoding_at_once * copies
         enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
         most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
         return min(max(copies, enough), most)
@@ -208,7 +209,7 @@ class _Loop:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, running = self._question, self.model.layout, self._running
         prompt, answer = question.input_tokens, question.output_tokens
-        share = question.processes / front_ends
+        share = question.processes * question.front_end_slowness / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)
