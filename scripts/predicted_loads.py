@@ -22,7 +22,6 @@ from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
-from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US  # noqa: E402
 from moe_optimizer.layouts.question import LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
@@ -30,6 +29,7 @@ from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
+from moe_optimizer.specs.quantity import Quantity, Source  # noqa: E402
 from scripts.measured_loads import QWEN3_30B, TRIAL, Load, served_loads  # noqa: E402
 from tests.builders import qwen3_30b_a3b  # noqa: E402
 
@@ -185,7 +185,7 @@ def of_their_front_ends(found: list[Case]) -> list[Case]:
     what it took for a token: the gap between two tokens of a request over the clients.
     """
     return [
-        predicted(load, front_end_slowness=max(1.0, 1000 * load.gap_ms / load.clients / FRONT_END_TOKEN_US))
+        predicted(load, front_end=Quantity(1000 * load.gap_ms / load.clients, "us", Source.MEASURED, load.record))
         for load in (case.load for case in found)
         if load.held_up and load.clients == _CLIENTS_OF_FRONT_END and load.api_servers is None and load.gap_ms
     ]
@@ -293,10 +293,10 @@ def _score(load: Load, goal: str) -> float:
     return 1 / load.tpot_ms if goal == "latency" else load.tokens_per_s or 0.0
 
 
-def predicted(load: Load, *, front_end_slowness: float = 1.0) -> Case:
-    """Return a load beside its prediction."""
+def predicted(load: Load, *, front_end: Quantity | None = None) -> Case:
+    """Return a load beside its prediction, which may be told what an API server took for a token."""
     question, layout = _question(load), parse_layout(load.layout)
-    question = dataclasses.replace(question, front_end_slowness=front_end_slowness)
+    question = dataclasses.replace(question, front_end=front_end)
     memory = memory_of(question, layout)
     if load.cache_bytes is not None:
         memory = dataclasses.replace(memory, kv_cache_bytes=load.cache_bytes)

@@ -12,6 +12,7 @@ from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.quantity import Quantity
 
 STEP_TOKENS = 8192
 """vLLM's own default of tokens in a step of a server on a GPU with much memory, with which loads were measured."""
@@ -63,8 +64,10 @@ class LayoutQuestion:
     """Whether processes count that GPUs wait for: those that launch kernels, and those that send tokens out (vLLM's API
     servers).
     """
-    front_end_slowness: float = 1.0
-    """How many times as long as on the host of `FRONT_END_TOKEN_US` an API server takes for each token and request."""
+    front_end: Quantity | None = None
+    """Time in us that an API server of this machine takes for a token; None: not known, `FRONT_END_TOKEN_US`. What it
+    takes for requests and their prompts is longer or shorter by as much.
+    """
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

@@ -104,7 +104,7 @@ def predict(
     loop = _Loop(question, model, running, _beside(question, layout), dropped, step_tokens=step_tokens)
     api_servers = question.api_servers or loop.api_servers()
     times = loop.times(api_servers / layout.data_parallel_size)
-    waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
+    waits = Quantity(times.waits_us, "us", *_told_by(question))
     waiting = clients - running
     active = min(question.clients, running * engines)
     return Prediction(
@@ -119,6 +119,14 @@ def predict(
         front_end_share=times.front_end_share,
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
+
+
+def _told_by(question: LayoutQuestion) -> tuple[Source, str]:
+    """Return where it is from what a front end takes."""
+    known = question.front_end
+    if known is None:
+        return Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}"
+    return known.source, f"{known.value:.0f} us for each token of the answers: {known.ref}"
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -173,6 +181,8 @@ class _Loop:
         # In later rounds it is read while the others write.
         self._beside_us = model.step_us(replace(self._beside, sequences=2 * busy, prompt=prompt / self._alone)) / stages
         self._others, self._others_us = 0, 0.0
+        known = question.front_end
+        self._front_end = question.processes * (1.0 if known is None else known.value / fitted.FRONT_END_TOKEN_US)
 
     def _read_in_steps(self, taking_us: float) -> None:
         """Set in how many steps the other prompts are read, and how long those take: a step reads, as far as it has
@@ -199,7 +209,7 @@ class _Loop:
         """
         layout, question = self.model.layout, self._question
         copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine
-        token_us = fitted.FRONT_END_TOKEN_US * question.processes * question.front_end_slowness
+        token_us = fitted.FRONT_END_TOKEN_US * self._front_end
         sending_us = token_us * self._decoding_at_once * copies
         enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
         most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
@@ -209,7 +219,7 @@ class _Loop:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, running = self._question, self.model.layout, self._running
         prompt, answer = question.input_tokens, question.output_tokens
-        share = question.processes * question.front_end_slowness / front_ends
+        share = self._front_end / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)

@@ -51,6 +51,15 @@ def test_the_page_on_layouts_states_these_errors_and_those_with_what_is_left_out
     assert told == expected
 
 
+def test_loads_whose_front_end_was_slow_are_met_with_what_it_took(cases):
+    own = predicted_loads.of_their_front_ends(cases)
+    assert len(own) >= 5
+    errors = [abs(case.tpot_error) for case in own], [abs(case.rate_error or 0.0) for case in own]
+    page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8")
+    tpot, rates = (f"{100 * max(each):.0f} %" for each in errors)
+    assert f"those with 512 clients are within {tpot} of TPOT and {rates} of tokens/s" in page
+
+
 def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
     cold = [case for case in cases if case.load.why_no_rate]
     assert all(case.rate_error is None for case in cold)
