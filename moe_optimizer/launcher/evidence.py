@@ -39,7 +39,7 @@ class Evidence:
     Args:
         plan: what was requested; the passes that it requires must run.
         deployment: the servers.
-        require: further passes that must run.
+        require: further passes that must run, unless workers timed them no faster than vLLM's own.
         strict: every pass must run that workers show.
     """
 
@@ -93,8 +93,13 @@ class Evidence:
     @property
     def required(self) -> frozenset[str]:
         """Names of the passes that must run."""
+        return self._require | self._without_exception
+
+    @property
+    def _without_exception(self) -> frozenset[str]:
+        """Those of them that must run although workers may have timed them no faster."""
         own = {decision.pass_name for decision in self._plan.decisions if decision.required}
-        return self._require.union(own, self._shown if self._strict else ())
+        return frozenset(own.union(self._shown if self._strict else ()))
 
     @property
     def _shown(self) -> list[str]:
@@ -105,8 +110,9 @@ class Evidence:
         """Return what became of the plan."""
         absent = f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
         return judge(
-            self._plan, self._proofs, self.required, absent=absent, observed=self._observed, decoded=self._decoded
-        )
+            self._plan, self._proofs, self.required, absent=absent, observed=self._observed, decoded=self._decoded,
+            unless_no_faster=self._require - self._without_exception,
+        )  # fmt: skip
 
     def read_again(self) -> None:
         """Read every proof as it is now.

@@ -50,7 +50,8 @@ class Supervisor:
         plan: one server, or a group of servers with a router.
         run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
         served: counts what is served, over restarts.
-        require: passes that must run, besides those that the plan requires.
+        require: passes that must run besides those that the plan requires, unless workers timed them no faster than
+            vLLM's own.
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
         decode_check_s: how long the decode check of each server may take; 0: there is none.

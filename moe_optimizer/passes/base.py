@@ -36,8 +36,6 @@ class OptimizationPass(ABC):
     """What it does not cover, or what it may cost: a sentence for the plan."""
     no_gain: ClassVar[str]
     """Why no gain is modelled where its decision states none."""
-    worker_chooses: ClassVar[bool] = False
-    """Whether each worker times it at load, and leaves it to vLLM where that is faster: it may be on and not run."""
     needs_experts: ClassVar[bool] = False
     """Whether a dense model has nothing to do for it."""
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {}

@@ -101,11 +101,6 @@ def switches() -> tuple[Switch, ...]:
     return tuple(found)
 
 
-def workers_choose(pass_name: str) -> bool:
-    """Return whether each worker decides by its own measurement whether this pass runs."""
-    return any(each.worker_chooses for each in all_passes() if each.name == pass_name)
-
-
 def needed_by(pass_name: str, device: str) -> tuple[str, ...]:
     """Return the passes that one cannot do without on a device, "cpu" or "cuda"."""
     needs = _NEEDS | (_NEEDS_ON_THE_CPU if device == "cpu" else {})

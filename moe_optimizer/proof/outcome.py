@@ -50,6 +50,7 @@ def judge(
     absent: str,
     observed: Mapping[str, Observed],
     decoded: Mapping[str, str] = MappingProxyType({}),
+    unless_no_faster: Collection[str] = (),
 ) -> Outcome:
     """Return the outcome of a run.
 
@@ -60,10 +61,13 @@ def judge(
         absent: why a server may have written no proof at all.
         observed: pass name -> what the launcher observed of it.
         decoded: server -> what the launcher's decode check says; it stands beside the canary.
+        unless_no_faster: those of `required` that workers may leave which timed them no faster than vLLM's own.
     """
     missing: dict[str, None] = {}
     for server, written in proofs.items():
-        reasons = not_running(plan, written, required, absent=absent, observed=observed)
+        reasons = not_running(
+            plan, written, required, absent=absent, observed=observed, unless_no_faster=unless_no_faster
+        )
         prefix = f"{server}: " if len(proofs) > 1 else ""
         missing |= {f"{prefix}{name}: {reason}": None for name, reason in sorted(reasons.items())}
     tables = {

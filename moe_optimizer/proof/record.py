@@ -112,6 +112,8 @@ class PassProof:
     """The kernel computed at least one forward of every layer that it was given in this process."""
     why_not: str = ""
     """Why it is not applied, or not to some layers; "" when it is applied to all."""
+    timed_no_faster: bool = False
+    """Whether `why_not` is only that this process timed it beside vLLM's own, and it was not faster."""
     found: str = ""
     """Detail of what ran, for example "up to 512"; "" where there is none."""
     kernel: str = ""

@@ -62,8 +62,11 @@ def not_running(
     *,
     absent: str = NO_WORKER,
     observed: Mapping[str, Observed] = NOTHING_OBSERVED,
+    unless_no_faster: Collection[str] = (),
 ) -> dict[str, str]:
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
+
+    Those of `unless_no_faster` may stay away where a process timed them no faster than vLLM's own.
 
     Workers must show a pass of the plugin, one that vLLM's arguments carry out where workers check them, and an FP8
     checkpoint. What the launcher observed otherwise does not run; a pass that files carry out is only observed.
@@ -78,7 +81,9 @@ def not_running(
         if decision.status is not Status.ON:
             missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
             continue
-        reason = why_not_running(plan, decision, proofs, absent) if shown_by_workers(decision) else ""
+        free = name in unless_no_faster
+        shown = shown_by_workers(decision)
+        reason = why_not_running(plan, decision, proofs, absent, unless_no_faster=free) if shown else ""
         if not reason and name in observed:
             reason = observed[name].why_not
         if reason:
@@ -86,7 +91,9 @@ def not_running(
     return missing
 
 
-def why_not_running(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str) -> str:
+def why_not_running(
+    plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, *, unless_no_faster: bool = False
+) -> str:
     """Return why a pass that workers show did not run in all of them; "" when it did.
 
     Args:
@@ -94,6 +101,7 @@ def why_not_running(plan: Plan, decision: Decision, proofs: Sequence[Proof], abs
         decision: of the pass; one of the plan's.
         proofs: those of one server.
         absent: why there is no proof at all.
+        unless_no_faster: whether a worker may leave it that timed it no faster than vLLM's own.
     """
     foreign = next((proof for proof in proofs if proof.plan_digest != plan.digest), None)
     if foreign is not None:
@@ -101,7 +109,8 @@ def why_not_running(plan: Plan, decision: Decision, proofs: Sequence[Proof], abs
         return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     if all_holders_reported(proofs, copies=_engines(plan)) and all(
-        entry and entry.ran and not entry.why_not for entry in entries
+        entry and ((entry.ran and not entry.why_not) or (unless_no_faster and entry.timed_no_faster))
+        for entry in entries
     ):
         return ""
     # Processes without a part of the model can state a reason too, for example that this vLLM is too old.

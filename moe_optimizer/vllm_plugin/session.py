@@ -179,13 +179,19 @@ class PluginSession:
         entry.moved_experts += moved_experts
         self.writer.touch()
 
-    def refused(self, pass_name: str, reason: str) -> None:
+    def refused(self, pass_name: str, reason: str, *, timed_no_faster: bool = False) -> None:
         """Note that a pass does not take effect for a layer, or at all.
+
+        Args:
+            pass_name: the pass.
+            reason: why not.
+            timed_no_faster: whether the reason is that this process timed it, and vLLM's own is as fast.
 
         Raises:
             RequiredNotAppliedError: the plan requires the pass, so the server must not come up without it.
         """
         entry = self._pass(pass_name)
+        entry.timed_no_faster = timed_no_faster and (entry.timed_no_faster or not entry.why_not)
         if reason not in entry.why_not:
             entry.why_not = f"{entry.why_not}; {reason}" if entry.why_not else reason
         self.writer.touch()

@@ -170,6 +170,7 @@ def test_where_nothing_is_faster_the_pass_is_not_applied_and_says_the_times(sess
     assert not entry.applied
     assert "not faster" in entry.why_not
     assert "1.0 us for 1.0 at 1" in entry.why_not
+    assert entry.timed_no_faster
     forward(model, 1)
     assert products == []
 
@@ -182,6 +183,7 @@ def test_a_wrong_kernel_leaves_every_layer_as_it_was(session, products, monkeypa
     entry = install(session, model)
     assert not entry.applied
     assert "layers.0.self_attn.qkv_proj: differs from cuBLAS by" in entry.why_not
+    assert not entry.timed_no_faster
     forward(model, 1)
     assert products == []
 
@@ -190,11 +192,21 @@ def test_lora_is_refused(session, products):
     entry = install(session, make_model(), lora=object())
     assert "LoRA" in entry.why_not
     assert not entry.applied
+    assert not entry.timed_no_faster
 
 
 def test_a_model_without_such_layers_is_refused(session, products):
     entry = install(session, torch.nn.Linear(2, 2))
     assert "no dense layers" in entry.why_not
+
+
+def test_a_further_reason_is_no_choice_by_times_any_more(session, products, monkeypatch):
+    from moe_optimizer.vllm_plugin.linears import speeds
+
+    monkeypatch.setattr(speeds, "times", lambda _: (speeds.Timed(1, 1.0, 1.0),))
+    assert install(session, make_model()).timed_no_faster
+    session.refused("skinny_gemm", "cheese")
+    assert not session.proof.passes["skinny_gemm"].timed_no_faster
 
 
 def test_what_is_required_and_cannot_be_ends_the_start(products, tmp_path, monkeypatch):

@@ -28,7 +28,6 @@ from moe_optimizer.measure.bench.gpu_counters import memory_bytes
 from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.measure.expected_gains import ExpectedGain, expected_gains
-from moe_optimizer.passes.registry import workers_choose
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -36,7 +35,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.process_environment import changed_environment
 from moe_optimizer.proof.record import read_proofs
 from moe_optimizer.proof.shown import flag_decisions
-from moe_optimizer.proof.verdict import model_holders
+from moe_optimizer.proof.verdict import model_holders, not_running
 
 logger = get_logger(__name__)
 
@@ -195,8 +194,8 @@ def starting(
     Yields a function that waits until the server is ready. What runs must be what was planned: a benchmark of something
     else would be worse than none. The function raises:
 
-    - RequiredNotAppliedError: an optimization of the plan does not run. One that workers choose by their own
-      measurement may stay away, which is logged.
+    - RequiredNotAppliedError: an optimization of the plan does not run. One that workers timed no faster than vLLM's
+      own may stay away where it is not required by name, which is logged.
     - ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
     """
     if side.url is not None:
@@ -206,8 +205,7 @@ def starting(
     assert side.plan is not None, "a side has a plan or a URL"
     plan, changes = side.plan, dict(_STOCK_ENVIRONMENT if side.name == STOCK else {})
     shown = () if changes else (*plan.plugin_decisions, *flag_decisions(plan))
-    may_stay_away = frozenset(each.pass_name for each in shown if not each.required and workers_choose(each.pass_name))
-    required = frozenset(decision.pass_name for decision in shown) - may_stay_away
+    required = frozenset(decision.pass_name for decision in shown)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         # The server's environment is made of this process's, with the server; another's is made of its own.
@@ -220,9 +218,9 @@ def starting(
                 info = run.wait_until_ready(ready_timeout_s)
                 if changes:
                     keep_stock_start(plan, info)
-                for row in info.rows:
-                    if row.pass_name in may_stay_away and row.why_not:
-                        logger.warning("%s runs without %s: %s", side.name, row.pass_name, row.why_not)
+                for server in info.servers:
+                    for name, why in not_running(plan, server.proofs, required).items():
+                        logger.warning("%s runs without %s: %s", side.name, name, why)
                 return RunningSide(
                     base_url=info.base_url,
                     model=info.model,

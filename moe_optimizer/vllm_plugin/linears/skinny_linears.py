@@ -56,9 +56,10 @@ def install_skinny_linears(session: PluginSession, worker: Any) -> None:
         return
     with session.falling_back(SKINNY_PASS), torch.inference_mode():
         reason = why_changed(RELIED_ON) or _why_not(worker.vllm_config)
-        reason = reason or _installed(session, worker.model_runner.get_model(), fp8=decision.wish is Wish.ON)
         if reason:
             session.refused(SKINNY_PASS, reason)
+        else:
+            _install(session, worker.model_runner.get_model(), fp8=decision.wish is Wish.ON)
 
 
 def _why_not(vllm_config: Any) -> str:
@@ -72,13 +73,15 @@ def _why_not(vllm_config: Any) -> str:
     return ""
 
 
-def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> str:
-    """Measure, choose and replace; return why no layer gets the kernel, or ""."""
+def _install(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> None:
+    """Measure, choose and replace."""
     without_fp8 = why_changed(fp8_layers.RELIED_ON) if fp8 else ""
     layers, stock = _with_one_product_of_a_kind(dense_layers(model, fp8=fp8 and not without_fp8))
     left = f"; layers in FP8 are left to vLLM: {without_fp8}" if without_fp8 else ""
     if not layers:
-        return f"the model has no dense layers that the kernel covers, in {'BF16 or FP8' if fp8 else 'BF16'}{left}"
+        dtypes = "BF16 or FP8" if fp8 else "BF16"
+        session.refused(SKINNY_PASS, f"the model has no dense layers that the kernel covers, in {dtypes}{left}")
+        return
     by_kind: dict[op.Kind, list[str]] = {}
     for name, layer in layers.items():
         by_kind.setdefault(layer.kind, []).append(name)
@@ -92,12 +95,15 @@ def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> 
     found = f"{'; '.join(said)}{left}"
     logger.info("%s: %s", SKINNY_PASS, found)
     if not max_tokens:
-        return f"it is not faster than vLLM's product for any layer: {found}"
+        reason = f"it is not faster than vLLM's product for any layer: {found}"
+        session.refused(SKINNY_PASS, reason, timed_no_faster=not without_fp8)
+        return
     covered = {name: layer for name, layer in layers.items() if layer.kind in max_tokens}
     for name, layer in covered.items():
         wrong = why_wrong(layer, max_tokens[layer.kind])
         if wrong:
-            return f"{name}: {wrong}"
+            session.refused(SKINNY_PASS, f"{name}: {wrong}")
+            return
 
     def used() -> None:
         op.chosen.on_use = None
@@ -111,7 +117,6 @@ def _installed(session: PluginSession, model: torch.nn.Module, *, fp8: bool) -> 
     session.applied(SKINNY_PASS, kernel=KERNEL, isa=ISA)
     session.proof.passes[SKINNY_PASS].found = found
     session.graph_parts[SKINNY_PASS] = hashlib.sha256(str(sorted(covered)).encode()).hexdigest()
-    return ""
 
 
 def _with_one_product_of_a_kind(

@@ -2,6 +2,7 @@
 
 Usage: fake_server.py PORT BEHAVIOUR...
   refuse      write a proof that says why the pass is not applied
+  slower      beside "refuse": the worker has timed it no faster than vLLM's own
   wide        write a proof that says that what vLLM carries out is not so
   unproven    write no proof
   die         print an error and end with status 3 before listening
@@ -82,14 +83,15 @@ def main() -> None:
         print(text, flush=True)
         sys.exit(status)
     if "unproven" not in behaviour:
-        write_proof(child.pid, refused="refuse" in behaviour, wide="wide" in behaviour)
+        write_proof(child.pid, behaviour)
     if "silent" in behaviour:
         time.sleep(600)
     Server(behaviour, child.pid).serve(port)
 
 
-def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
+def write_proof(pid: int, behaviour: set[str]) -> None:
     """Write what a worker would, by its JSON alone: importing what reads and checks plans takes longer than a test."""
+    refused, wide = "refuse" in behaviour, "wide" in behaviour
     path = Path(os.environ["MOE_OPTIMIZER_PLAN"])
     plan = json.loads(path.read_text(encoding="utf-8"))
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
@@ -101,6 +103,7 @@ def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
         "flash_dmoe": {
             "requested": "x", "applied": not refused, "ran": not refused,
             "why_not": "fallback: cheese" if refused else "", "layers": [] if refused else [layer],
+            "timed_no_faster": "slower" in behaviour,
         }
     }  # fmt: skip
     for decision in plan["decisions"]:

@@ -35,6 +35,22 @@ def test_the_server_on_which_a_required_pass_is_missing_is_named() -> None:
     assert caught.value.hint == "the log"
 
 
+def test_only_a_worker_that_timed_a_pass_no_faster_may_leave_it() -> None:
+    slower = PassProof(requested="x", why_not="2 us for 1", timed_no_faster=True)
+    first, second = (dataclasses.replace(RAN, rank=rank, pid=rank, model_rank=rank, world_size=2) for rank in (0, 1))
+
+    def missing(other: PassProof) -> tuple[str, ...]:
+        workers = [first, dataclasses.replace(second, passes={PASS: other})]
+        return judge(PLAN, {"server": workers}, [PASS], absent=NO_WORKER, observed={}, unless_no_faster=[PASS]).missing
+
+    assert missing(slower) == ()
+    assert missing(PassProof(requested="x", why_not="cheese")) == (f"{PASS}: cheese",)
+    assert missing(PassProof(requested="x", applied=True)) != ()
+    assert judge(
+        PLAN, {"server": [dataclasses.replace(RAN, passes={PASS: slower})]}, [PASS], absent=NO_WORKER, observed={}
+    ).missing == (f"{PASS}: 2 us for 1",)
+
+
 def test_what_the_launcher_saw_not_happen_is_missing_although_workers_are_set_up_for_it() -> None:
     seen = {PASS: Observed(ran="no", why_not="no cheese came")}
     outcome = judge(PLAN, {"server": [RAN]}, [PASS], absent=NO_WORKER, observed=seen)

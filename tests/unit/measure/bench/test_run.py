@@ -256,14 +256,13 @@ def test_a_server_that_does_not_run_by_its_plan_has_no_result(
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_a_pass_that_workers_measured_no_faster_may_stay_away_unless_it_is_required(
+def test_a_pass_that_workers_timed_no_faster_may_stay_away_unless_it_is_required(
     required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = [sys.executable, str(FAKE)]
     monkeypatch.setattr(
-        deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port"), "refuse"]
+        deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port"), "refuse", "slower"]
     )
-    monkeypatch.setattr(side, "workers_choose", lambda name: name == "flash_dmoe")
     names = ("flash-dmoe",) if required else ()
     wishes = resolve_wishes(("flash-dmoe",), ("expert-load",))
     plan = made_plan(
