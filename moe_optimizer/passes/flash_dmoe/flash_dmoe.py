@@ -49,7 +49,7 @@ _WHY_NOT_OURS = {
     INT4: "were not measured beside these on such a layer with the kernels of this build",
 }
 _AMX = "amx_tile"
-_CALIBRATE_HINT = "`moe-optimizer serve` (--calibrate) or `moe-optimizer measure speeds` measures it"
+_CALIBRATE_HINT = "`moe-optimizer serve` without `--calibrate 0`, or `moe-optimizer measure speeds`, measures it"
 
 
 class FlashDmoe(OptimizationPass):
@@ -304,7 +304,7 @@ def _disturbed(tables: Mapping[str, KernelSpeeds]) -> tuple[str, ...]:
     """Return a warning for each table that was measured on a busy device."""
     return tuple(
         f"flash_dmoe: the {weights} kernels were measured while {table.disturbed}; "
-        "`moe-optimizer serve` measures them again"
+        "`moe-optimizer serve` without `--calibrate 0` measures them again"
         for weights, table in tables.items()
         if table.disturbed
     )

@@ -223,7 +223,7 @@ def test_without_a_table_for_this_machine_it_stays_off_until_it_is_measured(tabl
     decision = decide_on_h200(*tables)
     assert decision.status is Status.OFF
     assert why in decision.reason
-    assert "--calibrate" in decision.reason
+    assert "--calibrate 0" in decision.reason
     (question,) = decision.params_as(FlashDmoeParams).measure
     assert (question.device, question.weights, question.vllm) == ("NVIDIA H200", "bf16", "0.32.0")
 
