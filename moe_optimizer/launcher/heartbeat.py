@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ class Heartbeat:
         read: reads its counters: None where it publishes none.
         named: what messages call the process that answers.
         run_dir: where its workers count their steps; None: they are not looked at.
+        seen_within_s: the longest that this process, running, lets pass between two looks at the clock. What passes
+            beyond it, as when a shell or a container stopped everything (SIGSTOP), is no stall of the server.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class Heartbeat:
         read: Callable[[ServerClient], Mapping[str, Traffic] | None] = read_traffic,
         named: str = "API server",
         run_dir: Path | None = None,
+        seen_within_s: float = math.inf,
     ) -> None:
         self._client, self._read, self._named, self._run_dir = client, read, named, run_dir
-        self._progress_at = {"": time.monotonic()}
+        self._seen_within_s, self._seen_at = seen_within_s, time.monotonic()
+        self._progress_at = {"": self._seen_at}
         self._warned = False
         self._answers = True
         self._steps: tuple[Steps, ...] = ()
@@ -71,10 +76,10 @@ class Heartbeat:
         except (OSError, ValueError):
             steps = () if self._run_dir is None else tuple(read_steps(self._run_dir))
             if not self._answers and steps != self._steps:
-                self._progress_at = dict.fromkeys(self._progress_at, time.monotonic())
+                self._progress_at = dict.fromkeys(self._progress_at, self._now())
             self._answers, self._steps = False, steps
         else:
-            now = time.monotonic()
+            now = self._now()
             gets_on = {name: now for name, traffic in self._engines.items() if _gets_on(before.get(name), traffic)}
             known = {name: self._progress_at.get(name, now) for name in self._engines or ("",)}
             self._progress_at = {**known, **(gets_on if self._engines else {"": now})}
@@ -83,7 +88,15 @@ class Heartbeat:
         return self._stalled_s()
 
     def _stalled_s(self) -> float:
-        return time.monotonic() - min(self._progress_at.values())
+        return self._now() - min(self._progress_at.values())
+
+    def _now(self) -> float:
+        """Return the time, with the progress as much later as this process did not run since it looked last."""
+        now = time.monotonic()
+        unseen_s = max(0.0, now - self._seen_at - self._seen_within_s)
+        self._progress_at = {name: at + unseen_s for name, at in self._progress_at.items()}
+        self._seen_at = now
+        return now
 
     def warning(self, stalled_s: float) -> bool:
         """Return whether a stall is to be warned of: once, until the server gets on."""

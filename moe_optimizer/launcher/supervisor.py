@@ -39,6 +39,8 @@ _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.1
 """Chosen: until a server listens, a question costs it nothing; a start waits half of it on average."""
 _LIVENESS_INTERVAL_S = 1.0
+_LONGEST_LOOK_S = 4.0
+"""Chosen: a server that does not answer is waited for 2 s, twice at most, and the rest takes less than one more."""
 NOTICE_S = 15.0
 """Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it counts as hanging."""
 
@@ -171,8 +173,12 @@ class Supervisor:
             for line in (*render_phases(phases, None if stock is None else stock.phases_s), ""):
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
+        seen_within_s = _LONGEST_LOOK_S * (1 + len(self._deployment.services))
         self._served.begin(
-            [Heartbeat(server.client, run_dir=server.folder.path) for server in self._deployment.servers],
+            [
+                Heartbeat(server.client, run_dir=server.folder.path, seen_within_s=seen_within_s)
+                for server in self._deployment.servers
+            ],
             together=self._plan.decision("disaggregation").status is Status.ON,
         )
         self._ready = True
@@ -181,7 +187,8 @@ class Supervisor:
             if not heartbeat.counts:
                 self._echo(f"warning: {server.title} publishes no counts of its requests: a stall will not be noticed")
         if (router := self._deployment.router) is not None:
-            self._beats.append((router, Heartbeat(router.client, read=read_router, named=router.title)))
+            beat = Heartbeat(router.client, read=read_router, named=router.title, seen_within_s=seen_within_s)
+            self._beats.append((router, beat))
         return ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,

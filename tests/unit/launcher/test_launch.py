@@ -6,15 +6,17 @@ import itertools
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, launch
+from moe_optimizer.launcher import deployment, evidence, heartbeat, launch
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.process import ServerProcess
@@ -103,6 +105,20 @@ def test_requests_without_progress_are_warned_of_and_end_the_server(
     (warning,) = [line for line in said if line.startswith("warning: ")]
     assert "1 unfinished" in warning
     assert re.fullmatch(r"served.*, 0 requests,.* 7", said[-1])
+
+
+def test_a_launcher_that_was_stopped_for_an_hour_does_not_call_it_a_stall_of_its_server(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_s = 0.0
+
+    def resume(info: ServerInfo) -> None:
+        nonlocal stopped_s
+        stopped_s = 3600.0
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s))
+    with pytest.raises(ServerFailedError, match=r"no progress for \d\d? s"):
+        serve(fake("stall"), run_dir=tmp_path, stall_timeout_s=3.0, on_ready=resume)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:

@@ -134,6 +134,23 @@ def test_a_server_too_busy_to_answer_makes_progress_while_its_workers_step(
     assert [beat.beat() for _ in range(6)][-1] > stalled_s + 50
 
 
+def test_what_passes_while_the_launcher_itself_is_stopped_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    beat = Heartbeat(client(*[PAGE % (10, "0.1")] * 8, None), seen_within_s=8.0)
+    beat.beat()
+    for seconds in (1, 1, 3600):
+        now[0] += seconds
+        stalled_s = beat.beat()
+    assert stalled_s == 10
+    for _ in range(4):
+        now[0] += 8
+        stalled_s = beat.beat()
+    assert stalled_s == 42, "a server that stands still after it too is seen as soon as without it"
+    now[0] += 3600
+    assert beat.beat() == 50, "one that does not answer yet has not stood still for longer either"
+
+
 def test_the_sum_leaves_out_what_came_before_and_counts_a_shared_request_once() -> None:
     for together, asked in ((False, 10), (True, 5)):
         said: list[str] = []
