@@ -52,6 +52,7 @@ class LayerProof:
     hidden_size: int
     intermediate_size: int
     dtype: str
+    """Of the activations; of the weights too where `weight_dtype` says no other."""
     expert_map: bool
     """Whether this process holds only a part of the experts (expert parallelism)."""
     calls: int = 0
@@ -94,6 +95,11 @@ class LayerProof:
         """How the weights are stored: "bf16", "fp16" or "fp32" as vLLM loads them, else the format they are held in."""
         plain = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(self.dtype, self.dtype)
         return plain if self.weight_format == "plain" else self.weight_format
+
+    @property
+    def computed_in(self) -> str:
+        """What a kernel computes with: the activations' dtype, and the weights' format where they were converted."""
+        return self.dtype if self.weight_format == "plain" else f"{self.dtype} with {self.weight_format} weights"
 
     @property
     def decoder_layer(self) -> int | None:

@@ -173,11 +173,12 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
 
 
 def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
-    """Return each kernel that ran with its instruction set and dtypes: "fused_experts (cpu), avx512, float32"."""
-    lines = {}
+    """Return each kernel that ran with its instruction set and what it computed with:
+    "fused_experts (cpu), avx512, bfloat16, bfloat16 with fp8 weights".
+    """
+    ran: dict[tuple[str, str], set[str]] = {}
     for proof in model_holders(proofs):
         for entry in proof.passes.values():
             if entry.ran and entry.kernel:
-                dtypes = sorted({layer.dtype for layer in entry.layers})
-                lines[", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)] = None
-    return tuple(lines)
+                ran.setdefault((entry.kernel, entry.isa), set()).update(layer.computed_in for layer in entry.layers)
+    return tuple(", ".join(filter(None, (*kernel, *sorted(formats)))) for kernel, formats in ran.items())

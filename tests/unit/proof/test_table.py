@@ -215,6 +215,17 @@ def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
     assert kernels_in_use([frontend(), worker(0), worker(1)]) == ("k, avx2, float32",)
 
 
+def test_a_kernel_that_reads_converted_weights_is_named_once_with_their_format() -> None:
+    plain = worker(0, 1).passes[PASS]
+    converted = dataclasses.replace(plain.layers[0], weight_format="fp8", weight_dtype="float8_e4m3fn")
+    passes = {
+        PASS: dataclasses.replace(plain, layers=(converted, *plain.layers)),
+        "fp8": dataclasses.replace(plain, layers=(converted,)),
+    }
+    in_use = kernels_in_use([dataclasses.replace(worker(0, 1), passes=passes)])
+    assert in_use == ("k, avx2, float32, float32 with fp8 weights",)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_fits_the_terminal(plan: Plan, width: int) -> None:
     why = "a reason that is long enough to be wrapped over several lines of the last column \x1b[31m"
