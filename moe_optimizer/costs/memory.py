@@ -9,7 +9,7 @@ CUDA context itself is not in that budget: it lives in the share that the utilis
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moe_optimizer.costs.weights import device_weight_bytes, experts_on_device, kv_head_share, splits_over, weight_parts
@@ -19,7 +19,6 @@ from moe_optimizer.specs.model import ModelSpec
 MIB = 1024**2
 GIB = 1024**3
 
-TRIED_DEVICE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 MIN_KV_TOKENS = 2048
 """Cache tokens that a plan must leave when no sequence length is asked for (chosen: one short conversation)."""
 
@@ -89,9 +88,31 @@ class MemoryRequest:
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
-    """Return the memory of the fullest device, and the fewest devices of this kind that would do."""
-    plan = _plan_for(request)
-    return replace(plan, min_devices=_min_devices(request))
+    """Return the memory of the fullest device."""
+    budget, weights = _budget(request), _weight_bytes(request)
+    activations = activation_bytes(request)
+    workspace = workspace_bytes(request)
+    room = budget - weights - activations - workspace
+    wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
+    splits, _ = splits_over(
+        request.model,
+        request.num_devices,
+        expert_parallel=request.expert_parallel,
+        data_parallel_size=request.data_parallel_size,
+    )
+    return MemoryPlan(
+        total_bytes=request.device_bytes,
+        budget_bytes=budget,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        workspace_bytes=workspace,
+        kv_cache_bytes=max(0, room),
+        kv_bytes_per_token=kv_bytes_per_token(request),
+        kv_tokens=_kv_tokens(request, max(0, room)),
+        fits=splits and room >= sequence_kv_bytes(request, wanted),
+        num_devices=request.num_devices,
+        ref=_ref(request),
+    )
 
 
 def cache_bytes(request: MemoryRequest) -> int:
@@ -210,43 +231,6 @@ def _weight_bytes(request: MemoryRequest) -> int:
     weights = math.ceil(vocabulary + (weights - vocabulary) * _stage_share(request))
     # What drafts is split like the model, and lies on the last stage.
     return weights + math.ceil(request.draft_weight_bytes / request.num_devices)
-
-
-def _plan_for(request: MemoryRequest) -> MemoryPlan:
-    budget, weights = _budget(request), _weight_bytes(request)
-    activations = activation_bytes(request)
-    workspace = workspace_bytes(request)
-    room = budget - weights - activations - workspace
-    wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
-    splits, _ = splits_over(
-        request.model,
-        request.num_devices,
-        expert_parallel=request.expert_parallel,
-        data_parallel_size=request.data_parallel_size,
-    )
-    return MemoryPlan(
-        total_bytes=request.device_bytes,
-        budget_bytes=budget,
-        weight_bytes=weights,
-        activation_bytes=activations,
-        workspace_bytes=workspace,
-        kv_cache_bytes=max(0, room),
-        kv_bytes_per_token=kv_bytes_per_token(request),
-        kv_tokens=_kv_tokens(request, max(0, room)),
-        fits=splits and room >= sequence_kv_bytes(request, wanted),
-        num_devices=request.num_devices,
-        min_devices=None,
-        ref=_ref(request),
-    )
-
-
-def _min_devices(request: MemoryRequest) -> int | None:
-    # CPU processes share one host memory: more of them do not bring more.
-    counts = (request.num_devices,) if request.device == "cpu" else TRIED_DEVICE_COUNTS
-    for count in counts:
-        if _plan_for(replace(request, num_devices=count, pipeline_stages=1)).fits:
-            return count
-    return None
 
 
 def _kv_tokens(request: MemoryRequest, kv_cache_bytes: int) -> int:

@@ -31,8 +31,6 @@ class MemoryPlan:
     """Tokens the cache holds."""
     fits: bool
     num_devices: int
-    min_devices: int | None
-    """Fewest devices of this kind that hold weights and one sequence in slices alone; None when no tried count does."""
     ref: str
     """How the terms were estimated."""
 
