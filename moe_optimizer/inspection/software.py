@@ -41,9 +41,14 @@ def read_software() -> SoftwareSpec:
         deep_gemm_e8m0=os.environ.get(_SET_BY_VLLM[0], ""),
         core_binding=os.environ.get(_BINDING) or "auto",
         reserved_cores=int(reserved) if reserved.isdecimal() else None,
-        one_api_server=next((name for name in _ONE_API_SERVER if _is_on(os.environ.get(name, ""))), ""),
+        one_api_server=one_api_server(os.environ),
         **{name: importlib.util.find_spec(name) is not None for name in OPTIONAL_PACKAGES},
     )
+
+
+def one_api_server(environ: Mapping[str, str]) -> str:
+    """Return the variable that is set and with which vLLM has one API server; "" where none is."""
+    return next((name for name in _ONE_API_SERVER if _is_on(environ.get(name, ""))), "")
 
 
 def kernel_environment(environ: Mapping[str, str]) -> str:

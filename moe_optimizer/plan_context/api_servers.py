@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from moe_optimizer.inspection.software import one_api_server
+from moe_optimizer.layouts.constants import MOST_API_SERVERS
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan_context.context import PlanContext
 
 API_SERVERS_FLAG = "--api-server-count"
@@ -19,6 +24,17 @@ def may_add_api_servers(ctx: PlanContext) -> bool:
         and not any(flag in ctx.pinned for flag in _ONE_ONLY)
         and not ctx.software.one_api_server
     )
+
+
+def most_api_servers(plan: Plan, environ: Mapping[str, str]) -> int:
+    """Return how many API servers a plan may give each server; 1 where vLLM starts one only.
+
+    Args:
+        plan: the server's.
+        environ: the variables that it is started with, without the plan's own.
+    """
+    one_only = one_api_server({**environ, **plan.serve_env}) or any(flag in plan.serve_args for flag in _ONE_ONLY)
+    return 1 if one_only else MOST_API_SERVERS
 
 
 def added_api_servers(ctx: PlanContext) -> int:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,8 +24,8 @@ from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, Limits
-from moe_optimizer.measure.bench.run import run_bench
-from moe_optimizer.measure.bench.side import STOCK, Side, opened
+from moe_optimizer.measure.bench.run import Handling, measure_sides, run_bench
+from moe_optimizer.measure.bench.side import STOCK, RunningSide, Side, opened
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
 from moe_optimizer.measure.corpus import text_of
 from moe_optimizer.measure.quality.probes import Extent
@@ -63,6 +63,8 @@ class Servers:
     base: QualityRequest
     switch: Path
     stock: Side
+    running: RunningSide
+    """Stock vLLM's server, whose processes are ours to see."""
     found: dict[str, QualityResult] = dataclasses.field(default_factory=dict)
     """Mistake -> what was said of it."""
 
@@ -137,7 +139,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers,
                 alone={"flash_dmoe": Alone(side=side, with_passes=(), value="")},
                 prompts=("def add(a, b):\n    ", "import os\nimport "), prompt_tokens=8,
             )  # fmt: skip
-            yield Servers(request, switch, stock), run_quality(request, on_step=quietly)
+            yield Servers(request, switch, stock, theirs), run_quality(request, on_step=quietly)
 
 
 def test_a_right_plan_keeps_every_threshold(servers: tuple[Servers, QualityResult]) -> None:
@@ -315,6 +317,25 @@ def test_a_users_prompts_reach_both_servers(servers: tuple[Servers, QualityResul
     assert 0 < tokens < SMALL.requests[0].prompt.least
     requests = 3  # one of the warm-up, and two repetitions
     assert [_prompt_tokens(side) for side in sides] == [each + requests * tokens for each in before]
+
+
+def test_what_the_api_server_takes_is_a_part_of_a_core(servers: tuple[Servers, QualityResult], tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def is_up(side: Side, **_how: object) -> Iterator[Callable[[], RunningSide]]:
+        yield lambda: servers[0].running
+
+    asked = BenchRequest(
+        command=("bench",), sides=(servers[0].stock,), workload_name="a test", workload=SMALL, repetitions=2,
+        limits=Limits(), folder=tmp_path / "run", tokenizer=str(TINY_MOE), trust_remote_code=False,
+        ready_timeout_s=READY_TIMEOUT_S,
+    )  # fmt: skip
+    (side,) = measure_sides(asked, on_step=quietly, handling=Handling(start=is_up, stays=True))
+    (load,) = side.result().loads
+    assert load.api_servers is not None
+    assert load.api_servers.processes == 1
+    assert load.api_servers.us_per_token > 0
+    # Some threads of it may run beside each other.
+    assert 0 < load.api_servers.core_share < 1.2
 
 
 def _prompt_tokens(side: Side) -> float:

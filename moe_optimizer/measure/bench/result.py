@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_optimizer.measure.bench.api_servers import BUSY, ApiServers, use_of
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
 from moe_optimizer.measure.bench.trace import Load
@@ -55,6 +56,8 @@ class LoadResult:
     """Requests per second within the limits; None without limits."""
     joules_per_token: float | None
     """Energy of all GPUs over the output tokens; None where GPUs do not count it."""
+    api_servers: ApiServers | None = None
+    """None where their processes cannot be read, as those of a server that was only named by its URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,21 @@ class SideResult:
     """Seconds from start to ready, one for each start."""
     warm: WarmUp
     memory: MemoryUse
+    most_api_servers: int = 1
+    """As many as a plan may give each server."""
     loads: tuple[LoadResult, ...]
+
+    @property
+    def held_up(self) -> LoadResult | None:
+        """The load whose API servers were busiest, of those where they were busy and there may be more of them."""
+        use = [
+            (each.api_servers.core_share, each)
+            for each in self.loads
+            if each.api_servers
+            and each.api_servers.core_share > BUSY
+            and each.api_servers.processes < self.most_api_servers
+        ]
+        return max(use, key=lambda pair: pair[0])[1] if use else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +179,7 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits, *, d
         requests_per_s=statistics.median(len(samples.errors) / samples.duration_s for samples in rounds),
         goodput_per_s=_goodput(rounds, limits),
         joules_per_token=sum(energies) / tokens if len(energies) == len(rounds) else None,
+        api_servers=use_of(rounds),
     )
 
 

@@ -251,6 +251,7 @@ def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
         run_dirs=tuple(map(str, server.run_dirs)),
         caches=server.caches,
         samples=str(request.samples_path(turn)),
+        servers=server.pids,
         title=f"{request.sides[turn.side].name}: {_kind(turn)}",
     )
 
@@ -281,6 +282,7 @@ class MeasuredSide:
         compiled = [said for each in self._starts for said in each.compiled]
         return SideResult(
             name=self._side.name,
+            most_api_servers=self._side.most_api_servers,
             plan_digest=self._side.plan.digest if self._side.plan is not None else None,
             passes=self._side.passes,
             expected=self._side.expected,

@@ -32,6 +32,8 @@ class RoundSamples:
     """Of all GPUs of the machine; None where they do not count it."""
     compilations: int = 0
     """Kernels and graphs that were seen to be compiled meanwhile."""
+    api_servers_s: tuple[tuple[float, ...], ...] | None = None
+    """Seconds of a processor of each API server of each server; None where they cannot be read."""
 
     @property
     def tpot_s(self) -> tuple[float, ...]:

@@ -32,6 +32,7 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan_context.api_servers import most_api_servers
 from moe_optimizer.process_environment import changed_environment
 from moe_optimizer.proof.record import read_proofs
 from moe_optimizer.proof.shown import flag_decisions
@@ -65,6 +66,11 @@ class Side:
     def expected(self) -> tuple[ExpectedGain, ...]:
         """What the plan expects of the passes that are on."""
         return expected_gains(self.plan) if self.plan is not None and self.passes else ()
+
+    @property
+    def most_api_servers(self) -> int:
+        """How many API servers a plan may give each server; 1 where its processes are not ours to see."""
+        return 1 if self.plan is None else most_api_servers(self.plan, os.environ)
 
     @property
     def served(self) -> Any:
@@ -136,6 +142,11 @@ class RunningSide:
             raise ServerFailedError(f"{name}: {self.base_url}/health does not answer 200")
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """The first process of each of its servers; none of a server that somebody else started."""
+        return tuple(server.pid for server in self.info.servers) if self.info else ()
+
+    @property
     def run_dirs(self) -> tuple[Path, ...]:
         """Folders of its servers; their workers write proofs there, if they have our plugin."""
         return tuple(server.log_path.parent for server in self.info.servers) if self.info else ()
@@ -151,8 +162,9 @@ class RunningSide:
         )  # fmt: skip
 
     def _memory(self) -> MemoryUse:
-        pids = [server.pid for server in self.info.servers] if self.info else []
-        tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+        tree = [
+            each for pid in self.pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+        ]
         resident = sum(each.memory_info().rss for each in tree)
         used = memory_bytes({each.pid for each in tree})
         proofs = [proof for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]

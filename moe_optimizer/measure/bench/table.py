@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
 from moe_optimizer.measure.bench.statistics import Spread, ratio_in_words
 from moe_optimizer.measure.bench.trace import Load
+from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
@@ -71,6 +72,7 @@ def _about(side: SideResult) -> Iterable[str]:
     if side.memory.process_bytes is not None:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
     yield from _wrapped(f"{side.name}: {'; '.join(facts)}")
+    yield from _held_up(side)
     if side.memory.parts:
         parts = [
             f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"
@@ -80,6 +82,19 @@ def _about(side: SideResult) -> Iterable[str]:
         yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if side.passes:
         yield from textwrap.wrap(f"on: {', '.join(side.passes)}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _held_up(side: SideResult) -> Iterable[str]:
+    load = side.held_up
+    if load is None or load.api_servers is None:
+        return
+    use = load.api_servers
+    who, each = (f"the {use.processes} API servers were", " each") if use.processes > 1 else ("the API server was", "")
+    words = (
+        f"{Load(clients=load.clients, rate=load.rate)}: {who} busy for {100 * use.core_share:.0f} % of a core{each}, "
+        f"{use.us_per_token:.0f} us a token; more of them may help (-- {API_SERVERS_FLAG} {side.most_api_servers})"
+    )
+    yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _verdicts(result: BenchResult) -> Iterable[str]:

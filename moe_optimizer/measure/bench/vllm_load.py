@@ -9,6 +9,7 @@ sends all rounds. The result is a file of samples for each round; what they mean
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.bench.api_servers import processor_seconds, seconds_between
 from moe_optimizer.measure.bench.compilations import compilations
 from moe_optimizer.measure.bench.gpu_counters import energy_joules
 from moe_optimizer.measure.bench.samples import RoundSamples
@@ -47,6 +49,8 @@ class Round:
     """Variables of the server's environment that name folders of compiled kernels, where it has others than we."""
     title: str
     """For progress."""
+    servers: tuple[int, ...] = ()
+    """The first process of each server behind the URL; none where they are not ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +77,14 @@ def send(request: LoadRequest, on_step: OnStep) -> int:
     for number, each in enumerate(missing):
         on_step(number / len(missing), each.title)
         folders, environ = [Path(folder) for folder in each.run_dirs], {**os.environ, **each.caches}
-        compiled, before = compilations(folders, environ), energy_joules()
+        compiled, before, busy = compilations(folders, environ), energy_joules(), processor_seconds(each.servers)
         arguments: Any = parser.parse_args(_arguments(request, each))
         with _prompts_from(request.texts, serve):
             found = serve.main(arguments)
-        after = energy_joules()
+        after, taken = energy_joules(), seconds_between(busy, processor_seconds(each.servers))
         used = None if before is None or after is None else after - before
         samples = _samples(found, used, compilations(folders, environ) - compiled)
+        samples = dataclasses.replace(samples, api_servers_s=taken)
         write_atomically(Path(each.samples), json.dumps(encode(samples)))
     return len(missing)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from moe_optimizer import env
 from moe_optimizer.launcher import deployment
 from moe_optimizer.launcher.stock_start import last_stock_start
 from moe_optimizer.measure.bench.side import STOCK, Side, opened
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.record import CompilationProof, Proof, ProofWriter
 from tests.builders import cpu_machine, made_plan, tiny_moe
 from tests.eventually import eventually, is_running
@@ -25,6 +27,33 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     command = [sys.executable, str(FAKE)]
     monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: [*command, arguments.value("--port")])
     return Side(name=STOCK, plan=made_plan(tiny_moe(), cpu_machine(), port=free_port()))
+
+
+def test_the_process_of_a_server_that_we_started_is_known_and_of_no_other(side: Side, tmp_path: Path) -> None:
+    with opened(side, run_dir=tmp_path, ready_timeout_s=60.0) as server:
+        assert server.info is not None
+        assert server.pids == (server.info.pid,)
+        assert dataclasses.replace(server, info=None).pids == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "serve_args", "most"),
+    [
+        ({}, (), 4),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, (), 1),
+        ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}, (), 4),
+        ({}, ("--enable-elastic-ep",), 1),
+    ],
+)
+def test_a_side_may_have_more_api_servers_where_vllm_takes_them(
+    side: Side, environment: dict[str, str], serve_args: tuple[str, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert side.plan is not None
+    plan = side.plan.replace(serve_args=side.plan.serve_args + ServeArguments(*serve_args))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Side(name=STOCK, plan=plan).most_api_servers == most
+    assert Side(name="theirs", plan=None, url="http://there").most_api_servers == 1
 
 
 def test_stock_vllm_has_the_kill_switch_in_its_environment(side: Side, tmp_path: Path) -> None:

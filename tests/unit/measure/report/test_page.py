@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from moe_optimizer.measure.bench.api_servers import ApiServers
 from moe_optimizer.measure.report.inputs import Inputs
 from moe_optimizer.measure.report.page import render_page
 from moe_optimizer.measure.tune.ledger import NearestMiss
@@ -203,3 +204,15 @@ def test_a_run_is_called_as_its_side_and_stock_vllm_has_no_plan():
         sides[number] = dataclasses.replace(sides[number], plan_digest=run.plan.digest)
         bench = dataclasses.replace(inputs.bench, sides=tuple(sides))
         assert shown in section(render_page(dataclasses.replace(inputs, bench=bench)), "plan")
+
+
+def test_what_api_servers_took_has_columns_where_it_is_known():
+    known = bench_result()
+    side = known.sides[0]
+    use = ApiServers(processes=1, us_per_token=52.25, core_share=0.744)
+    loads = (side.loads[0], dataclasses.replace(side.loads[1], api_servers=use))
+    known = dataclasses.replace(known, sides=(dataclasses.replace(side, loads=loads), *known.sides[1:]))
+    shown, silent = (section(render_page(Inputs(bench=each)), "speed") for each in (known, bench_result()))
+    assert "<td>52.25</td><td>0.744</td></tr>" in shown
+    assert shown.count("<td>-</td><td>-</td></tr>") == 3
+    assert "API server" not in silent
