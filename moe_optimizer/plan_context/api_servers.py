@@ -34,7 +34,8 @@ def most_api_servers(plan: Plan, environ: Mapping[str, str]) -> int:
         environ: the variables that it is started with, without the plan's own.
     """
     one_only = one_api_server({**environ, **plan.serve_env}) or any(flag in plan.serve_args for flag in _ONE_ONLY)
-    return 1 if one_only else MOST_API_SERVERS
+    # The CPU build is started by its module for one API server: its `vllm` command does not run.
+    return 1 if one_only or not plan.num_gpus else MOST_API_SERVERS
 
 
 def added_api_servers(ctx: PlanContext) -> int:

@@ -121,7 +121,7 @@ class SideResult:
     warm: WarmUp
     memory: MemoryUse
     most_api_servers: int = 1
-    """As many as a plan may give each server."""
+    """As many as a plan may give each server; 1 where vLLM starts one only, as its CPU build does."""
     loads: tuple[LoadResult, ...]
 
     @property

@@ -46,8 +46,11 @@ def server(request: pytest.FixtureRequest) -> Iterator[int]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield process.pid
-        process.terminate()
+        try:
+            yield process.pid
+        finally:
+            for each in [*psutil.Process(process.pid).children(), process]:
+                each.kill()
 
 
 def titles(pids: list[int]) -> list[str]:

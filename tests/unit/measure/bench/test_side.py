@@ -37,19 +37,25 @@ def test_the_process_of_a_server_that_we_started_is_known_and_of_no_other(side: 
 
 
 @pytest.mark.parametrize(
-    ("environment", "serve_args", "most"),
+    ("environment", "serve_args", "gpus", "most"),
     [
-        ({}, (), 4),
-        ({"VLLM_USE_RUST_FRONTEND": "1"}, (), 1),
-        ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}, (), 4),
-        ({}, ("--enable-elastic-ep",), 1),
+        ({}, (), 1, 4),
+        ({}, (), 0, 1),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, (), 1, 1),
+        ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}, (), 1, 4),
+        ({}, ("--enable-elastic-ep",), 1, 1),
     ],
 )
 def test_a_side_may_have_more_api_servers_where_vllm_takes_them(
-    side: Side, environment: dict[str, str], serve_args: tuple[str, ...], most: int, monkeypatch: pytest.MonkeyPatch
+    side: Side,
+    environment: dict[str, str],
+    serve_args: tuple[str, ...],
+    gpus: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert side.plan is not None
-    plan = side.plan.replace(serve_args=side.plan.serve_args + ServeArguments(*serve_args))
+    plan = side.plan.replace(serve_args=side.plan.serve_args + ServeArguments(*serve_args), num_gpus=gpus)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert Side(name=STOCK, plan=plan).most_api_servers == most
