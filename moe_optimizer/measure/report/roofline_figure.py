@@ -21,7 +21,12 @@ _WEIGHT_BITS = {
     "fp8_block": 8.0 + 32.0 / 128**2,
     "fp8_channel": 8.0,
     "mxfp4": MXFP4_BITS,
-    **{int4_weights(group, zero_points=False): four_bits(INT4, group) for group in INT4_GROUPS},
+    "fp8_tensor": 8.0,
+    **{
+        int4_weights(group, zero_points=points): four_bits(INT4, group) + 8 / group * points
+        for group in INT4_GROUPS
+        for points in (False, True)
+    },
 }
 _IN_WORDS = {
     "fp32": "FP32",
@@ -29,8 +34,13 @@ _IN_WORDS = {
     "fp16": "FP16",
     "fp8_block": "FP8",
     "fp8_channel": "FP8 per channel",
+    "fp8_tensor": "FP8 per tensor",
     "mxfp4": "MXFP4",
-    **{int4_weights(group, zero_points=False): f"INT4 g{group}" for group in INT4_GROUPS},
+    **{
+        int4_weights(group, zero_points=points): f"INT4 g{group}{' with zero points' * points}"
+        for group in INT4_GROUPS
+        for points in (False, True)
+    },
 }
 _ACTIVATION_BYTES = 2
 STOCK_NAME = "vLLM"

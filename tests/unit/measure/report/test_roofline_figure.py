@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,14 @@ def test_no_measured_kernel_beats_the_data_sheet(table: KernelSpeeds):
     bandwidth = memory_bandwidth(gpu).value
     for point in kernel_points(table):
         assert point.flop_per_s <= 1.2 * min(peak, point.intensity * bandwidth), point
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [("fp8_tensor", "FP8 per tensor weights"), ("int4_g64z", "INT4 g64 with zero points weights")]
+)
+def test_weights_that_no_shipped_table_has_are_drawn_too(weights: str, words: str):
+    table = dataclasses.replace(TABLES[0], weights=weights)
+    assert words in roofline(table, load_catalog_entry(GPUS[table.device]).gpu).markup()
 
 
 def test_every_kernel_has_its_mark():
