@@ -42,7 +42,10 @@ from benchmarks.record import checkout, parser_of  # noqa: E402
 from moe_optimizer.child_process import child_process  # noqa: E402
 from moe_optimizer.errors import InputError, MoeOptimizerError  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
+from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.near_match import did_you_mean  # noqa: E402
+from moe_optimizer.specs.software import KernelInventory  # noqa: E402
 from moe_optimizer.yaml_model import Section, read_section  # noqa: E402
 
 JOBS = ROOT / "benchmarks" / "jobs.yaml"
@@ -127,6 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = chosen_of(jobs, options.names)
         gpus = tuple(options.gpus.split(",")) if options.gpus else visible_gpus()
         commit = commit_of(options.commit)
+        if not has_tables(read_kernel_inventory()):
+            print(
+                "note: no shipped table is of the kernels built here: plans leave the experts to vLLM's",
+                file=sys.stderr,
+            )
         runner = Runner(gpus, options.out, commit=commit, total_s=options.total_s, on_end=printed)
         with on_signals(runner.stop):
             runner.run(chosen, jobs)
@@ -153,6 +161,12 @@ def chosen_of(jobs: Jobs, names: Sequence[str]) -> dict[str, Job]:
             hint = did_you_mean(name, tuple(jobs.jobs))
             raise InputError(f"job: got {name!r}, expected one of {', '.join(jobs.jobs)}", hint=hint)
     return {name: jobs.jobs[name] for name in names}
+
+
+def has_tables(kernels: KernelInventory) -> bool:
+    """Return whether tables of kernel speeds that ship are of the CUDA kernels that are built, if any are."""
+    tables = (table for path in shipped_dir().glob("*.json") for table in read_tables(path))
+    return not kernels.cuda_ops or any(table.kernel_hash == kernels.cuda_sources for table in tables)
 
 
 def visible_gpus() -> tuple[str, ...]:

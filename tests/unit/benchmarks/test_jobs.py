@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,7 +22,9 @@ import yaml
 
 from benchmarks.jobs import JOBS, ROOT, Jobs, main, visible_gpus
 from benchmarks.serving.bench_beside import words_of
+from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir
 from moe_optimizer.yaml_model import read_section
+from tests.builders import software
 from tests.eventually import eventually, is_running
 
 SHIPPED = read_section(Jobs, JOBS, origin="jobs.yaml", what="jobs")
@@ -119,6 +122,18 @@ def test_nothing_runs_for_records_of_no_commit(
     monkeypatch.setattr("benchmarks.jobs.checkout", lambda _named: {"commit": None, "dirty": None})
     assert main(arguments({"one": {"run": [shell("true")]}})) == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_kernels_that_no_shipped_table_is_of_are_said_before_plans_do_without_them(
+    has_table: bool, arguments: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (table, *_) = (table for path in shipped_dir().glob("*.json") for table in read_tables(path))
+    sources = table.kernel_hash if has_table else "0" * 64
+    built = dataclasses.replace(software(cuda_ops=("fused_experts",)).kernels, cuda_sources=sources)
+    monkeypatch.setattr("benchmarks.jobs.read_kernel_inventory", lambda: built)
+    assert main(arguments({"one": {"run": [shell("true")]}})) == 0
+    assert ("no shipped table" in capsys.readouterr().err) != has_table
 
 
 def test_a_job_whose_time_is_over_leaves_nothing_running(
