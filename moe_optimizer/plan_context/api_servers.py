@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from moe_optimizer.inspection.software import one_api_server
 from moe_optimizer.layouts.constants import MOST_API_SERVERS
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
@@ -26,14 +23,14 @@ def may_add_api_servers(ctx: PlanContext) -> bool:
     )
 
 
-def most_api_servers(plan: Plan, environ: Mapping[str, str]) -> int:
+def most_api_servers(plan: Plan, *, one_by_variable: bool) -> int:
     """Return how many API servers a plan may give each server; 1 where vLLM starts one only.
 
     Args:
         plan: the server's.
-        environ: the variables that it is started with, without the plan's own.
+        one_by_variable: whether a variable of the server's environment has vLLM start one.
     """
-    one_only = one_api_server({**environ, **plan.serve_env}) or any(flag in plan.serve_args for flag in _ONE_ONLY)
+    one_only = one_by_variable or any(flag in plan.serve_args for flag in _ONE_ONLY)
     # The CPU build is started by its module for one API server: its `vllm` command does not run.
     return 1 if one_only or not plan.num_gpus else MOST_API_SERVERS
 

@@ -17,6 +17,7 @@ import psutil
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.files import read_json
+from moe_optimizer.inspection.software import one_api_server
 from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.server_info import ServerInfo
@@ -70,7 +71,10 @@ class Side:
     @property
     def most_api_servers(self) -> int:
         """How many API servers a plan may give each server; 1 where its processes are not ours to see."""
-        return 1 if self.plan is None else most_api_servers(self.plan, os.environ)
+        if self.plan is None:
+            return 1
+        variable = one_api_server({**os.environ, **self.plan.serve_env})
+        return most_api_servers(self.plan, one_by_variable=bool(variable))
 
     @property
     def served(self) -> Any:
