@@ -181,14 +181,15 @@ def cases() -> Iterator[Case]:
 
 
 def of_their_front_ends(found: list[Case]) -> list[Case]:
-    """Return the loads with 512 clients of those that were held up, where one API server answered all, predicted with
-    what it took for a token: the gap between two tokens of a request over the clients.
+    """Return the loads with 512 clients of those that were held up, where one API server answered all and tokens waited
+    for it, predicted with what it took for a token: the gap between two tokens of a request over the clients.
     """
-    return [
+    own = (
         predicted(load, front_end=Quantity(1000 * load.gap_ms / load.clients, "us", Source.MEASURED, load.record))
         for load in (case.load for case in found)
         if load.held_up and load.clients == _CLIENTS_OF_FRONT_END and load.api_servers is None and load.gap_ms
-    ]
+    )
+    return [case for case in own if case.prediction.front_end_share >= 1]
 
 
 def foreseen() -> Iterator[Case]:
@@ -255,8 +256,10 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in found:
         load, gpus = case.load, case.prediction.layout.num_devices
-        if load.api_servers is not None:
-            continue  # How many API servers a plan adds is a rule, and no choice among layouts.
+        # How many API servers a plan adds is a rule, and no choice among layouts. A start that something else held up
+        # tells nothing of its layout.
+        if load.api_servers is not None or load.held_up:
+            continue
         same = (hardware_of(load), load.model, load.side, load.prompt_graphs, gpus, load.clients, load.requests)
         groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)
     chosen = []

@@ -28,7 +28,6 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
     "docs/bench.md": {
         "share a confidence of 95 %": _SETTING,
         "busy for more than 60 % of a core": _SETTING,
-        "more than 1.2 times the time of a token": _SETTING,
         "were so for 65 to\n88 %": "of docs/layout_accuracy.md",
     },
     "docs/cpu_kernels.md": {

@@ -85,9 +85,9 @@ REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 FRONT_END_TOKEN_US = 44.0
 """Of each token of an answer, in the one process of an engine (API server) that sends tokens out: the median time
-between two tokens of 512 clients with slices, over 512: 42 and 45 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
-four H100. Hosts differ: the same shape had 62 and 78 in other starts. vLLM starts one such process, or as many as a
-server has copies on a machine (--api-server-count)."""
+between two tokens of 512 clients with slices, over 512: 43 and 54 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
+four H100. Hosts differ: other starts had 62 to 88, and this is near the least. vLLM starts one such process, or as many
+as a server has copies on a machine (--api-server-count)."""
 FRONT_END_BUSY = 0.5
 """Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Some hosts take
 nearly twice FRONT_END_TOKEN_US (benchmarks/records/2026-11-27_h100_x2_layouts_deepseek_v2.json). With slices on four

@@ -203,7 +203,6 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         our_kernels=_ours(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
-        front_end=ctx.software.front_end if request.hardware.origin == "probed" else None,
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
         prompt_graphs=prompts_have_graphs(ctx, steps.given or steps.asked or steps.most),

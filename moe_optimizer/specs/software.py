@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_optimizer.specs.kernel_speeds import SpeedTables
-from moe_optimizer.specs.quantity import Quantity
 from moe_optimizer.specs.vllm_runs import VllmRuns
 
 
@@ -78,8 +77,5 @@ class SoftwareSpec:
     """vLLM's variable of the cores that its CPU workers leave free; None: its default."""
     one_api_server: str = ""
     """vLLM's variable that is set and with which a server has one API server; "" where none is."""
-    front_end: Quantity | None = None
-    """Time in us that an API server of this machine takes for a token, where `bench` has found one busy; None: not
-    known."""
     vllm_runs: VllmRuns = field(default_factory=VllmRuns)
     """The versions of vLLM that this package has been run with; without a table none is warned of."""

@@ -23,7 +23,6 @@ _US = 1e6
 class ApiServers:
     """What the API servers of a side took under a load."""
 
-    servers: int = 1
     processes: int
     """Of a server."""
     us_per_token: float
@@ -82,7 +81,6 @@ def use_of(rounds: Sequence[RoundSamples]) -> ApiServers | None:
     of_servers = [(len(each[0]), sum(map(sum, each))) for each in zip(*taken, strict=True)]
     processes, busiest_s = max(of_servers, key=lambda each: each[1] / each[0])
     return ApiServers(
-        servers=len(of_servers),
         processes=processes,
         us_per_token=_US * sum(taken_s for _, taken_s in of_servers) / tokens,
         core_share=busiest_s / processes / seconds,

@@ -16,8 +16,6 @@ from moe_optimizer.measure.expected_gains import ExpectedGain
 RESULT_FILE = "bench.json"
 """The result of a benchmark, in its folder."""
 _MS = 1000.0
-_IN_PAIRS = 1.2
-"""Chosen: a gap so many times as long as the time of a token has two tokens at its end."""
 _METRICS = {"tpot_ms": False, "ttft_ms": False, "output_tokens_per_s": True}
 """What verdicts are about -> whether higher is better."""
 
@@ -60,19 +58,6 @@ class LoadResult:
     """Energy of all GPUs over the output tokens; None where GPUs do not count it."""
     api_servers: ApiServers | None = None
     """None where their processes cannot be read, as those of a server that was only named by its URL."""
-
-    @property
-    def front_end_us(self) -> float | None:
-        """Time in us that an API server takes for a token: the gap between two tokens of a request, over the requests
-        that each answers. None where they were not busy, as something else makes the gap then, where tokens came in
-        pairs, and in open loops.
-        """
-        use = self.api_servers
-        if use is None or use.core_share <= BUSY or self.clients is None or self.itl_ms is None or self.tpot_ms is None:
-            return None
-        if self.itl_ms.median > _IN_PAIRS * self.tpot_ms.median:
-            return None
-        return 1000 * self.itl_ms.median * use.processes * use.servers / self.clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +120,6 @@ class SideResult:
             and each.api_servers.processes < self.most_api_servers
         ]
         return max(use, key=lambda pair: pair[0])[1] if use else None
-
-    @property
-    def front_end(self) -> LoadResult | None:
-        """The load that tells best what an API server takes for a token: that of most clients."""
-        found = [each for each in self.loads if each.front_end_us is not None]
-        return max(found, key=lambda each: each.clients or 0) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

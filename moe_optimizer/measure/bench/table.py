@@ -73,9 +73,6 @@ def _about(side: SideResult) -> Iterable[str]:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
     yield from _wrapped(f"{side.name}: {'; '.join(facts)}")
     yield from _held_up(side)
-    if side.front_end is not None:
-        told = f"an API server takes {side.front_end.front_end_us:.0f} us for a token on this machine"
-        yield from textwrap.wrap(told, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if side.memory.parts:
         parts = [
             f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"

@@ -120,15 +120,15 @@ def known(found: ApiServers | None) -> ApiServers:
 def test_time_is_per_output_token_and_per_second_of_a_core() -> None:
     assert dataclasses.asdict(
         known(use_of([a_round(2.0, 10_000, ((1.0,),)), a_round(3.0, 30_000, ((1.5,),))]))
-    ) == pytest.approx({"servers": 1, "processes": 1, "us_per_token": 62.5, "core_share": 0.5})
+    ) == pytest.approx({"processes": 1, "us_per_token": 62.5, "core_share": 0.5})
     assert dataclasses.asdict(known(use_of([a_round(2.0, 10_000, ((1.0, 0.6),))]))) == pytest.approx(
-        {"servers": 1, "processes": 2, "us_per_token": 160.0, "core_share": 0.4}
+        {"processes": 2, "us_per_token": 160.0, "core_share": 0.4}
     )
 
 
 def test_of_several_servers_all_take_time_and_the_busiest_holds_up() -> None:
     assert dataclasses.asdict(known(use_of([a_round(2.0, 10_000, ((0.2,), (1.2, 1.0)))]))) == pytest.approx(
-        {"servers": 2, "processes": 2, "us_per_token": 240.0, "core_share": 0.55}
+        {"processes": 2, "us_per_token": 240.0, "core_share": 0.55}
     )
 
 
@@ -186,31 +186,3 @@ def test_a_user_is_told_once_of_the_load_that_was_bound_most() -> None:
 )
 def test_nothing_is_said_where_more_are_no_help(side: SideResult) -> None:
     assert said(side) == []
-
-
-def front_end_us(use: ApiServers | None, *, gap_ms: float = 31.8, tpot_ms: float = 41.4) -> float | None:
-    """Return what a load of 16 clients says of the time of a token."""
-    load = bench_result().sides[0].loads[1]
-    assert load.tpot_ms is not None
-    gap, tpot = (dataclasses.replace(load.tpot_ms, median=each) for each in (gap_ms, tpot_ms))
-    return dataclasses.replace(load, api_servers=use, itl_ms=gap, tpot_ms=tpot).front_end_us
-
-
-def test_the_gap_between_tokens_of_busy_api_servers_tells_what_they_take_for_one() -> None:
-    assert front_end_us(use(0.9)) == pytest.approx(31_800 / 16)
-    assert front_end_us(use(0.9, processes=4)) == pytest.approx(4 * 31_800 / 16)
-    assert front_end_us(dataclasses.replace(use(0.9), servers=2)) == pytest.approx(2 * 31_800 / 16)
-
-
-def test_a_gap_that_something_else_makes_or_that_has_two_tokens_at_its_end_tells_nothing() -> None:
-    assert front_end_us(None) is None
-    assert front_end_us(use(0.5)) is None
-    assert front_end_us(use(0.9), gap_ms=40.0, tpot_ms=30.0) is None
-
-
-def test_the_load_of_most_clients_is_shown() -> None:
-    lines = render(bench_result(sides=(side_with(use(0.9), use(0.9)),), verdicts=())).splitlines()
-    shown = [line for line in lines if "takes" in line and "for a token" in line]
-    side = side_with(use(0.9), use(0.9))
-    assert side.front_end is side.loads[1]
-    assert shown == [f"  an API server takes {side.loads[1].front_end_us:.0f} us for a token on this machine"]
