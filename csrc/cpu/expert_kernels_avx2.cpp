@@ -96,6 +96,8 @@ struct Avx2Float4 : Fp4Format<Avx2, X> {
   static constexpr int kMaxTokens = 4;
   static constexpr int kTileTokens = kMaxTokens;
   static constexpr int kStep = 64, kParts = 8;
+  // Eight products one after the other take longer than decoding the next row meanwhile.
+  static constexpr int kGroupSums = 2;
 
   static __m256i codes(const void* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
   // The tail is one group: the lower half of every register.
@@ -149,27 +151,40 @@ struct IntegerBytes {
 constexpr IntegerBytes kIntegerBytes;
 
 // As Avx2Float4, but each half of a register, 32 columns, has the table of its zero point: subtracting costs nothing.
+// Where the halves have one group in common, they have one table and one scale.
 template <typename X>
 struct Avx2Int4 : Avx2Float4<X> {
   using Weight = Int4Pair;
   using Decoded = Avx2Int4;
   using Groups = Int4Groups;
   using Avx2Float4<X>::kStep;
+  static constexpr bool kLoopsByScales = true;
 
   // The tail has one group: its codes are the lower half.
   static int64_t second(int64_t k, int64_t columns) { return columns == kStep ? k + kScaleGroup : k; }
-  static __m256i tables(const uint8_t* bytes, int low_zero, int high_zero) {
-    const auto from = [&](int zero) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 15 - zero)); };
-    return _mm256_set_m128i(from(high_zero), from(low_zero));
+  // Of the codes of a zero point.
+  static __m128i table(const uint8_t* bytes, int zero) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 15 - zero));
   }
   static void decode(__m256i codes, const Int4Groups& groups, int64_t k, int64_t columns, __m256 (&weight)[8]) {
-    const int low = groups.zero_at(k), high = groups.zero_at(second(k, columns));
-    look_up(codes, tables(kIntegerBytes.upper, low, high), tables(kIntegerBytes.lower, low, high), weight);
+    const int low = groups.zero_at(k);
+    if (groups.shift > 0 || !groups.has_zero) {
+      return look_up(codes, both_halves(table(kIntegerBytes.upper, low)), both_halves(table(kIntegerBytes.lower, low)),
+                     weight);
+    }
+    const int high = groups.zero_at(second(k, columns));
+    look_up(codes, _mm256_set_m128i(table(kIntegerBytes.upper, high), table(kIntegerBytes.upper, low)),
+            _mm256_set_m128i(table(kIntegerBytes.lower, high), table(kIntegerBytes.lower, low)), weight);
   }
   static __m256 factor(const Int4Groups& groups, int64_t k, int64_t columns) {
-    const uint16_t low = groups.scale_at(k), high = groups.scale_at(second(k, columns));
-    if (groups.scale_is_fp16) return _mm256_set_m128(_mm_set1_ps(_cvtsh_ss(high)), _mm_set1_ps(_cvtsh_ss(low)));
-    return _mm256_set_m128(_mm_set1_ps(bf16_to_float(high)), _mm_set1_ps(bf16_to_float(low)));
+    const __m256i low = _mm256_set1_epi16(static_cast<int16_t>(groups.scale_at(k)));
+    __m256i both = low;
+    if (groups.shift == 0) {
+      const __m256i high = _mm256_set1_epi16(static_cast<int16_t>(groups.scale_at(second(k, columns))));
+      both = _mm256_blend_epi32(low, high, groups.scale_is_fp16 ? 0x0c : 0xf0);
+    }
+    if (groups.scale_is_fp16) return _mm256_cvtph_ps(_mm256_castsi256_si128(both));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   }
 };
 

@@ -26,6 +26,9 @@ struct Fp32Format {
   static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
   static constexpr bool kDecodes = false;
   static constexpr bool kGroupScales = false;  // of 32 columns or more, see group_tile
+  // Of group_tile: sums of a token and row within a step; whether few tokens have a loop for each kind of scales.
+  static constexpr int kGroupSums = 1;
+  static constexpr bool kLoopsByScales = false;
   using Groups = ExponentGroups;
   static constexpr int kColumnsPerElement = 1;
   static constexpr bool kPacks = sizeof(X) != sizeof(float);

@@ -123,26 +123,37 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
 // Up to so many tokens the loops with and without zero points are two. Measured: with more, one is faster.
 constexpr int kTokensOfTwoLoops = 3;
 
-// tile() of weights in four bits, whose groups of 32 columns have a scale each.
+// Calls `call` with `value` as a constant.
+template <typename Call>
+inline void with_constant(bool value, Call call) {
+  if (value) return call(std::true_type{});
+  call(std::false_type{});
+}
+
+// tile() of weights in four bits, whose groups of 32 columns or more have a scale each.
 //
 // A step of kStep columns of one row is decoded into registers for all M tokens: a vector of each part, lane i of every
 // part from the same group, so that one factor per lane scales the sum of the step. No registers are left for sums of
-// several rows at a time, and activations come from the L1 cache.
-template <typename Format, int M, Ahead kAhead, typename HasZero>
-void group_tile(const char* const* x, const Block<Format>& block, HasZero has_zero, typename Format::Vec* state,
+// several rows at a time, and activations come from the L1 cache. `known`: see Groups::beside; where it says that two
+// steps have the same factor, they are one.
+template <typename Format, int M, Ahead kAhead, typename Known>
+void group_tile(const char* const* x, const Block<Format>& block, Known known, typename Format::Vec* state,
                 float* out) {
   using Vec = typename Format::Vec;
+  constexpr int kSteps = Known::kSteps;
+  constexpr int64_t kColumns = kSteps * Format::kStep;
   Vec total[M][kTileRows];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < kTileRows; ++n) total[m][n] = block.first ? Format::zero() : state[m * kTileRows + n];
   }
   typename Format::Groups groups[kTileRows];
-  for (int n = 0; n < kTileRows; ++n) groups[n] = block.groups[n].beside(block.groups[0], has_zero);
+  for (int n = 0; n < kTileRows; ++n) groups[n] = block.groups[n].beside(block.groups[0], known);
   const char* ahead = block.ahead;
   const int64_t ahead_bytes = block.ahead_bytes;
   const auto step = [&](int64_t k, auto whole) {
     const int64_t columns = whole ? Format::kStep : block.end - k;
     if constexpr (kAhead == Ahead::kStream) {
+      static_assert(kSteps == 1, "the stream is fetched step by step");
       __builtin_prefetch(ahead, 0, kIntoL1AndL2);
       if (ahead_bytes > kLineBytes) __builtin_prefetch(ahead + ahead_bytes / 2, 0, kIntoL1AndL2);
       ahead += ahead_bytes;
@@ -153,25 +164,37 @@ void group_tile(const char* const* x, const Block<Format>& block, HasZero has_ze
       if constexpr (kAhead == Ahead::kRows && Format::row_ahead_bytes(M) > 0) {
         __builtin_prefetch(reinterpret_cast<const char*>(w) + ahead_bytes, 0, kIntoL1Only);
       }
-      typename Format::Operand weight[Format::kParts];
-      Format::decode(whole ? Format::codes(w) : Format::codes_first(w, columns), groups[n], k, columns, weight);
-      const Vec factor = Format::factor(groups[n], k, columns);
+      Vec sum[M][Format::kGroupSums];
+#pragma GCC unroll 2
+      for (int s = 0; s < kSteps; ++s) {
+        const int64_t at = k + s * Format::kStep;
+        const typename Format::Weight* now = w + s * Format::kStep / Format::kColumnsPerElement;
+        typename Format::Operand weight[Format::kParts];
+        Format::decode(whole ? Format::codes(now) : Format::codes_first(now, columns), groups[n], at, columns, weight);
+        const Vec factor = Format::factor(groups[n], k, columns);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        Vec sum = Format::zero();
+        for (int m = 0; m < M; ++m) {
+          Vec(&sums)[Format::kGroupSums] = sum[m];
+          for (int i = 0; s == 0 && i < Format::kGroupSums; ++i) sums[i] = Format::zero();
 #pragma GCC unroll 8
-        for (int part = 0; part < Format::kParts; ++part) {
-          const auto activation =
-              whole ? Format::activation(x[m], k, part) : Format::activation_tail(x[m], k, part, columns);
-          sum = Format::multiply_add(activation, weight[part], sum);
+          for (int part = 0; part < Format::kParts; ++part) {
+            const auto activation =
+                whole ? Format::activation(x[m], at, part) : Format::activation_tail(x[m], at, part, columns);
+            Vec& of_part = sums[part % Format::kGroupSums];
+            of_part = Format::multiply_add(activation, weight[part], of_part);
+          }
+          if (s < kSteps - 1) continue;
+          for (int i = 1; i < Format::kGroupSums; ++i) sums[0] = sums[0] + sums[i];
+          total[m][n] = Format::scale_add(sums[0], factor, total[m][n]);
         }
-        total[m][n] = Format::scale_add(sum, factor, total[m][n]);
       }
     }
   };
   int64_t k = block.begin;
-  for (; k + Format::kStep <= block.end; k += Format::kStep) step(k, std::true_type{});
-  if (k < block.end) step(k, std::false_type{});
+  for (; k + kColumns <= block.end; k += kColumns) step(k, std::true_type{});
+  if constexpr (kSteps == 1) {
+    if (k < block.end) step(k, std::false_type{});
+  }
   for (int m = 0; m < M; ++m) {
     if (block.last) {
       Format::store_sums(total[m], out + m * kRows);
@@ -188,13 +211,21 @@ void tile(const char* const* x, const Block<Format>& block, typename Format::Vec
   using Vec = typename Format::Vec;
   if constexpr (Format::kGroupScales) {
     static_assert(R == kTileRows, "decoding takes the registers of more");
-    if constexpr (Format::Groups::kMayHaveZero && M <= kTokensOfTwoLoops) {
-      if (block.groups[0].has_zero) return group_tile<Format, M, kAhead>(x, block, std::true_type{}, state, out);
-      return group_tile<Format, M, kAhead>(x, block, std::false_type{}, state, out);
-    } else if constexpr (Format::Groups::kMayHaveZero) {
-      return group_tile<Format, M, kAhead>(x, block, block.groups[0].has_zero, state, out);
+    using Groups = typename Format::Groups;
+    const Groups& groups = block.groups[0];
+    const auto multiply = [&](auto known) { group_tile<Format, M, kAhead>(x, block, known, state, out); };
+    if constexpr (Groups::kMayHaveZero && Format::kLoopsByScales && kAhead == Ahead::kRows) {
+      with_constant(groups.has_zero, [&](auto has_zero) {
+        with_constant(groups.scale_is_fp16, [&](auto is_fp16) {
+          if (groups.shift == 2) return multiply(KnownScales<decltype(has_zero), decltype(is_fp16), 2>{});
+          if (groups.shift == 1) return multiply(KnownScales<decltype(has_zero), decltype(is_fp16), 1>{});
+          multiply(KnownScales<decltype(has_zero), decltype(is_fp16), 0>{});
+        });
+      });
+    } else if constexpr (Groups::kMayHaveZero && M <= kTokensOfTwoLoops) {
+      with_constant(groups.has_zero, [&](auto has_zero) { multiply(KnownZero<decltype(has_zero)>{}); });
     } else {
-      return group_tile<Format, M, kAhead>(x, block, std::false_type{}, state, out);
+      multiply(KnownNothing{});
     }
   } else {
     Vec total[M][R];

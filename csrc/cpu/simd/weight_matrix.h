@@ -18,6 +18,31 @@ inline void fetch_bytes(const void* first, int64_t bytes) {
   for (int64_t n = 0; n < bytes; n += kLineBytes) __builtin_prefetch(static_cast<const char*>(first) + n);
 }
 
+// What of the groups of a tensor is a constant where a loop is compiled. kSteps: steps of a loop that have one factor.
+struct KnownNothing {
+  static constexpr int kSteps = 1;
+  template <typename Groups>
+  void set(Groups& /*groups*/) const {}
+};
+template <typename HasZero>
+struct KnownZero : KnownNothing {
+  template <typename Groups>
+  void set(Groups& groups) const {
+    groups.has_zero = HasZero::value;
+  }
+};
+// `kShift`: Int4Groups::shift. For formats whose step is 64 columns.
+template <typename HasZero, typename IsFp16, int kShift>
+struct KnownScales {
+  static constexpr int kSteps = kShift == 2 ? 2 : 1;
+  template <typename Groups>
+  void set(Groups& groups) const {
+    groups.has_zero = HasZero::value;
+    groups.scale_is_fp16 = IsFp16::value;
+    groups.shift = kShift;
+  }
+};
+
 // What MXFP4 has per group of 32 columns, from some row of an expert on. All null in formats without groups.
 struct ExponentGroups {
   const uint8_t* exponents;
@@ -30,8 +55,12 @@ struct ExponentGroups {
   }
   ExponentGroups from(int64_t row) const { return {exponents + row * per_row, per_row}; }
   static constexpr bool kMayHaveZero = false;
-  // These, of the same tensor as `other`: what the two have in common is taken from there, and known to be one value.
-  ExponentGroups beside(const ExponentGroups& /*other*/, bool /*has_zero*/) const { return *this; }
+  // These, of the same tensor as `other`: what the two have in common is taken from there, and known to be one value,
+  // or a constant.
+  template <typename Known>
+  ExponentGroups beside(const ExponentGroups& /*other*/, Known /*known*/) const {
+    return *this;
+  }
   // Of this row.
   void fetch() const { fetch_bytes(exponents, per_row); }
 };
@@ -57,8 +86,11 @@ struct Int4Groups {
     return {scale + row * per_row, has_zero ? zero + row * per_row : nullptr, per_row, shift, has_zero, scale_is_fp16};
   }
   static constexpr bool kMayHaveZero = true;
-  Int4Groups beside(const Int4Groups& other, bool has_zero) const {
-    return {scale, zero, other.per_row, other.shift, has_zero, other.scale_is_fp16};
+  template <typename Known>
+  Int4Groups beside(const Int4Groups& other, Known known) const {
+    Int4Groups groups{scale, zero, other.per_row, other.shift, other.has_zero, other.scale_is_fp16};
+    known.set(groups);
+    return groups;
   }
   // Of this row.
   void fetch() const {
@@ -66,8 +98,9 @@ struct Int4Groups {
     if (has_zero) fetch_bytes(zero, per_row);
   }
   // The scale's bits and the zero point of the 32 columns from k on, in this row.
-  uint16_t scale_at(int64_t k) const { return scale[(k / kScaleGroup) >> shift]; }
-  int zero_at(int64_t k) const { return has_zero ? zero[(k / kScaleGroup) >> shift] : kInt4SymmetricZero; }
+  int64_t index(int64_t k) const { return static_cast<int64_t>(static_cast<uint64_t>(k) / kScaleGroup >> shift); }
+  uint16_t scale_at(int64_t k) const { return scale[index(k)]; }
+  int zero_at(int64_t k) const { return has_zero ? zero[index(k)] : kInt4SymmetricZero; }
 };
 
 // 16 rows of weights of one expert.
