@@ -9,7 +9,7 @@ from benchmarks.claims.claim import Claim, Table, cases
 _PAGE = "docs/kernel_speeds.md"
 _CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"
 _CPU_FOUR_BIT_AVX512 = "2026-11-27_epyc-avx512_bf16_four_bit_experts"
-_CPU_FOUR_BIT_AVX2 = "2026-11-27_epyc-avx2_four_bit_experts"
+_CPU_FOUR_BIT_AVX2 = "2026-11-28_epyc-avx2_four_bit_experts"
 _FORMS = "2026-11-27_h100_four_bit_forms"
 _TWO_BLOCKS = "2026-11-27_h100_four_bit_two_blocks"
 _H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
