@@ -181,7 +181,8 @@ struct Avx2Int4 : Avx2Float4<X> {
     __m256i both = low;
     if (groups.shift == 0) {
       const __m256i high = _mm256_set1_epi16(static_cast<int16_t>(groups.scale_at(second(k, columns))));
-      both = _mm256_blend_epi32(low, high, groups.scale_is_fp16 ? 0x0c : 0xf0);
+      // Which lanes is an immediate, also for a compiler that does not optimise.
+      both = groups.scale_is_fp16 ? _mm256_blend_epi32(low, high, 0x0c) : _mm256_blend_epi32(low, high, 0xf0);
     }
     if (groups.scale_is_fp16) return _mm256_cvtph_ps(_mm256_castsi256_si128(both));
     return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
