@@ -322,7 +322,8 @@ def test_a_users_prompts_reach_both_servers(servers: tuple[Servers, QualityResul
 def test_what_the_api_server_takes_is_a_part_of_a_core(servers: tuple[Servers, QualityResult], tmp_path: Path) -> None:
     @contextlib.contextmanager
     def is_up(side: Side, **_how: object) -> Iterator[Callable[[], RunningSide]]:
-        yield lambda: servers[0].running
+        # It stays up for the tests after this one.
+        yield lambda: dataclasses.replace(servers[0].running, ask_to_stop=lambda: None)
 
     asked = BenchRequest(
         command=("bench",), sides=(servers[0].stock,), workload_name="a test", workload=SMALL, repetitions=2,
