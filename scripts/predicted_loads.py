@@ -29,7 +29,6 @@ from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
-from moe_optimizer.specs.quantity import Quantity, Source  # noqa: E402
 from scripts.measured_loads import QWEN3_30B, TRIAL, Load, served_loads  # noqa: E402
 from tests.builders import qwen3_30b_a3b  # noqa: E402
 
@@ -185,7 +184,7 @@ def of_their_front_ends(found: list[Case]) -> list[Case]:
     for it, predicted with what it took for a token: the gap between two tokens of a request over the clients.
     """
     own = (
-        predicted(load, front_end=Quantity(1000 * load.gap_ms / load.clients, "us", Source.MEASURED, load.record))
+        predicted(load, front_end_us=1000 * load.gap_ms / load.clients)
         for load in (case.load for case in found)
         if load.held_up and load.clients == _CLIENTS_OF_FRONT_END and load.api_servers is None and load.gap_ms
     )
@@ -296,10 +295,10 @@ def _score(load: Load, goal: str) -> float:
     return 1 / load.tpot_ms if goal == "latency" else load.tokens_per_s or 0.0
 
 
-def predicted(load: Load, *, front_end: Quantity | None = None) -> Case:
+def predicted(load: Load, *, front_end_us: float | None = None) -> Case:
     """Return a load beside its prediction, which may be told what an API server took for a token."""
     question, layout = _question(load), parse_layout(load.layout)
-    question = dataclasses.replace(question, front_end=front_end)
+    question = dataclasses.replace(question, front_end_us=front_end_us)
     memory = memory_of(question, layout)
     if load.cache_bytes is not None:
         memory = dataclasses.replace(memory, kv_cache_bytes=load.cache_bytes)

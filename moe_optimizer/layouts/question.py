@@ -12,7 +12,6 @@ from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.quantity import Quantity
 
 STEP_TOKENS = 8192
 """vLLM's own default of tokens in a step of a server on a GPU with much memory, with which loads were measured."""
@@ -64,10 +63,8 @@ class LayoutQuestion:
     """Whether processes count that GPUs wait for: those that launch kernels, and those that send tokens out (vLLM's API
     servers).
     """
-    front_end: Quantity | None = None
-    """Time in us that an API server of this machine takes for a token; None: not known, `FRONT_END_TOKEN_US`. What it
-    takes for requests and their prompts is longer or shorter by as much.
-    """
+    front_end_us: float | None = None
+    """Time that an API server takes for a token; None: `FRONT_END_TOKEN_US`. Requests and prompts are in proportion."""
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

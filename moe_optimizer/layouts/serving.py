@@ -104,7 +104,7 @@ def predict(
     loop = _Loop(question, model, running, _beside(question, layout), dropped, step_tokens=step_tokens)
     api_servers = question.api_servers or loop.api_servers()
     times = loop.times(api_servers / layout.data_parallel_size)
-    waits = Quantity(times.waits_us, "us", *_told_by(question))
+    waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
     waiting = clients - running
     active = min(question.clients, running * engines)
     return Prediction(
@@ -119,14 +119,6 @@ def predict(
         front_end_share=times.front_end_share,
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
-
-
-def _told_by(question: LayoutQuestion) -> tuple[Source, str]:
-    """Return where it is from what a front end takes."""
-    known = question.front_end
-    if known is None:
-        return Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}"
-    return known.source, f"{known.value:.0f} us for each token of the answers: {known.ref}"
 
 
 def _beside(question: LayoutQuestion, layout: Layout) -> float:
@@ -181,8 +173,8 @@ class _Loop:
         # In later rounds it is read while the others write.
         self._beside_us = model.step_us(replace(self._beside, sequences=2 * busy, prompt=prompt / self._alone)) / stages
         self._others, self._others_us = 0, 0.0
-        known = question.front_end
-        self._front_end = question.processes * (1.0 if known is None else known.value / fitted.FRONT_END_TOKEN_US)
+        token_us = question.front_end_us or fitted.FRONT_END_TOKEN_US
+        self._front_end = question.processes * token_us / fitted.FRONT_END_TOKEN_US
 
     def _read_in_steps(self, taking_us: float) -> None:
         """Set in how many steps the other prompts are read, and how long those take: a step reads, as far as it has
