@@ -14,7 +14,7 @@ from moe_optimizer.layouts.constants import PROMPT_LEDGER
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
-from moe_optimizer.plan.pass_params import GraphCaptureParams, SpeculationParams
+from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.graph_arguments import (
@@ -23,8 +23,8 @@ from moe_optimizer.plan_context.graph_arguments import (
     argument_against_graphs,
     exchange_against_graphs,
     is_eager,
-    largest_given,
     may_capture_prompts,
+    sizes_given,
 )
 from moe_optimizer.plan_context.layouts import layout_question
 from moe_optimizer.specs.layout import Layout
@@ -92,22 +92,21 @@ class GraphCapture(OptimizationPass):
             slower = "it starts sooner and computes more slowly: no record says by how much"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager, no_gain=slower)
         # Of a larger batch no more than these run at once.
-        drafting = ctx.params(SpeculationParams)
+        tokens, each = ctx.scheduler.max_num_batched_tokens, 1 + ctx.draft_tokens
         batch = ctx.step_tokens(min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs))
         asked = ctx.profile.passes.graph_capture.max_capture_size
-        flag, size = largest_given(ctx.pinned)
+        flag, given = sizes_given(ctx.pinned)
         fields: dict[str, Any] = {}
         if flag:
-            reason = f"{flag} is given after --"
+            captured, reason = captured_of(given, tokens, each), f"{flag} is given after --"
         elif asked is not None:
-            size, reason = asked, f"{ctx.profile_origin} asks for it"
-            fields["vllm_args"] = ServeArguments(LARGEST_FLAG, str(size))
+            captured, reason = captured_of((asked,), tokens, each), f"{ctx.profile_origin} asks for it"
+            fields["vllm_args"] = ServeArguments(LARGEST_FLAG, str(asked))
         else:
-            size, reason, fields = _chosen(ctx, batch, 1 + (drafting.draft_tokens if drafting else 0))
-        captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
+            captured, reason, fields = _chosen(ctx, batch, each)
         layers = math.ceil(ctx.model.num_layers / ctx.parallelism.pipeline_parallel_size)
         reason += f"; the graphs take about {layers * GRAPH_BYTES_PER_LAYER / 1e9:.1f} GB of each GPU"
-        unit = " tokens" if drafting else ""
+        unit = " tokens" if each > 1 else ""
         warning = f"graph_capture: a batch of {batch}{unit} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
             ctx,
@@ -164,21 +163,19 @@ class _WaitingPrompts:
 
 
 def _chosen(ctx: PlanContext, batch: int, each: int) -> tuple[int, str, dict[str, Any]]:
-    """Return the largest size to capture, why, and what more the decision has.
+    """Return the largest size that is captured, why, and what more the decision has.
 
     Args:
         ctx: after the scheduler.
         batch: tokens of a step that only decodes.
         each: tokens of a request in it.
     """
+    tokens = ctx.scheduler.max_num_batched_tokens
     default = min(2 * ctx.scheduler.max_num_seqs * each, _VLLM_CAP)
-    covered = batch <= default or each > 1
-    if each > 1:
-        # Only vLLM knows which sizes fit the steps that check drafts: multiples of their tokens.
-        size, waiting = default // each * each, None
-    else:
-        size = _captured(default if covered else -(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
-        waiting = _waiting_prompts(ctx, size)
+    size = captured_of((default,), tokens, each)
+    if not (covered := batch <= size):
+        size = min(-(-batch // _STEP) * _STEP, tokens)
+    waiting = _waiting_prompts(ctx, size)
     if covered and waiting is None:
         reason = f"vLLM's own capture sizes {'cover' if batch <= size else 'end before'} a batch of {batch}"
         return size, reason, {"no_gain": "stock vLLM captures the same"} | (_beside_fewer(size) if each == 1 else {})
@@ -200,6 +197,7 @@ def _chosen(ctx: PlanContext, batch: int, each: int) -> tuple[int, str, dict[str
         evidence.append(_PADDING_SOURCE)
     sizes += () if waiting is None else waiting.sizes
     fields |= {"rejected": rejected, "evidence": tuple(evidence)}
+    sizes = sorted({min(-(-size // each), tokens // each) * each for size in sizes})
     fields["vllm_args"] = ServeArguments(SIZES_FLAG, *map(str, sizes))
     return sizes[-1], "; ".join(reasons), fields
 
@@ -287,13 +285,26 @@ def _sizes_up_to(most: int) -> list[int]:
 def _vllms_sizes(most: int) -> list[int]:
     """Return the sizes that vLLM captures when it is told only the largest."""
     small, large = range(_SMALL_STEP, min(most + 1, 256), _SMALL_STEP), range(256, most + 1, _STEP)
-    return sorted({most, 1, 2, 4, *small, *large})
+    return sorted({most, *(size for size in (1, 2, 4) if size < most), *small, *large})
 
 
-def _captured(size: int, tokens: int) -> int:
-    """Return the largest size that vLLM captures when it is told `size`: it leaves out what is not on its grid, but
-    takes the tokens of a step, beyond which it needs none.
+def captured_of(sizes: Sequence[int], tokens: int, each: int) -> int:
+    """Return the largest size that vLLM captures.
+
+    Args:
+        sizes: what it is told, or the largest alone: then it leaves out what is not on its grid, but takes the tokens
+            of a step.
+        tokens: most of a step; beyond them it needs none.
+        each: tokens of a request in a step that only decodes. Sizes become multiples of them, rounded up; what is then
+            above the largest is left out.
     """
+    most = min(max(sizes), tokens)
+    known = [size for size in sizes if size <= most] if len(sizes) > 1 else _vllms_sizes(_on_grid(most, tokens))
+    rounded = [-(-size // each) * each for size in known]
+    return max((size for size in rounded if size <= max(known)), default=each)
+
+
+def _on_grid(size: int, tokens: int) -> int:
     if tokens <= size:
         return tokens
     if size < _SMALL_STEP:

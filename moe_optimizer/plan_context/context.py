@@ -203,10 +203,18 @@ class PlanContext:
         """The size of one step."""
         return self.decided["scheduler"].params_as(SchedulerParams)
 
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a step drafts for each request at most, by the plan or by the user's own --speculative-config."""
+        if drafting := self.params(SpeculationParams):
+            return drafting.draft_tokens
+        given = (self.pinned.json_object("--speculative-config") or {}).get("num_speculative_tokens")
+        return given if isinstance(given, int) and given > 0 else 0
+
     def step_tokens(self, requests: int) -> int:
         """Return the most tokens of a step that decodes for up to `requests`: one of each, and the drafts it checks."""
         drafting = self.params(SpeculationParams)
-        return drafting.step_tokens(requests) if drafting else requests
+        return drafting.step_tokens(requests) if drafting else requests * (1 + self.draft_tokens)
 
     @property
     def kv_cache(self) -> KvCacheParams:

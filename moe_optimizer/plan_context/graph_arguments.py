@@ -43,6 +43,12 @@ def exchange_against_graphs(ctx: PlanContext) -> str:
 
 def largest_given(given: ServeArguments) -> tuple[str, int]:
     """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
+    flag, sizes = sizes_given(given)
+    return flag, max(sizes, default=0)
+
+
+def sizes_given(given: ServeArguments) -> tuple[str, tuple[int, ...]]:
+    """Return the user's own argument that says what is captured, and the sizes in it, or the largest one alone."""
     config = given.json_object(_COMPILATION_FLAG) or {}
     for flag, text in (
         (SIZES_FLAG, given.value(SIZES_FLAG)),
@@ -52,8 +58,8 @@ def largest_given(given: ServeArguments) -> tuple[str, int]:
     ):
         sizes = [int(number) for number in re.findall(r"\d{1,9}", str(text))]
         if any(sizes):
-            return flag, max(sizes)
-    return "", 0
+            return flag, tuple(sizes)
+    return "", ()
 
 
 def may_capture_prompts(ctx: PlanContext) -> bool:

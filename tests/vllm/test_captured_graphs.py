@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.passes.graph_capture import captured_of
 from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_graph
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -53,6 +54,17 @@ def test_the_manager_of_the_second_runner_has_them(config: Any, mode: str) -> No
     manager._init_candidates()
     runner = SimpleNamespace(cudagraph_manager=manager)
     assert largest_graph(SimpleNamespace(model_runner=runner)) == LARGEST[mode]
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4, 8, 16, 24], SIZES, [1, 64, 3584, 4096]])
+@pytest.mark.parametrize("each", [2, 3, 4, 5, 17])
+def test_sizes_become_whole_requests_with_their_drafts_as_the_plan_assumes(sizes: list[int], each: int) -> None:
+    from vllm.config import CompilationConfig
+
+    config = CompilationConfig(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1])
+    config.adjust_cudagraph_sizes_for_spec_decode(each)
+    assert config.cudagraph_capture_sizes is not None
+    assert config.max_cudagraph_capture_size == captured_of(sizes, 8192, each) == config.cudagraph_capture_sizes[-1]
 
 
 def test_each_runner_has_its_own_and_not_the_others() -> None:

@@ -151,6 +151,34 @@ def test_nothing_is_captured_beyond_the_tokens_of_a_step():
     assert decision.params_as(GraphCaptureParams).max_capture_size == 100
 
 
+def drafting(drafts: int) -> dict[str, Any]:
+    """Return the user's own drafts, which vLLM carries out."""
+    return {"pinned": ServeArguments("--speculative-config", json.dumps({"num_speculative_tokens": drafts}))}
+
+
+@pytest.mark.parametrize(("drafts", "batch", "captured"), [(1, 128, 512), (2, 128, 498), (3, 128, 512), (4, 100, 500)])
+def test_with_drafts_vllms_own_sizes_end_where_rounded_up_to_whole_requests_they_go_no_further(drafts, batch, captured):
+    decision = decide(batch, **drafting(drafts))
+    assert (decision.vllm_args.words, decision.value) == ((), f"graphs up to {captured}")
+
+
+@given(st.integers(1, 8), st.integers(1, 512), st.sampled_from([512, 1000, 8192]))
+def test_sizes_for_drafts_are_of_whole_requests_and_within_a_step(drafts, batch, tokens):
+    own = drafting(drafts)["pinned"] + ServeArguments("--max-num-batched-tokens", str(tokens))
+    decision = decide_with_prompts(batch, pinned=own)
+    if not decision.vllm_args.words:
+        return
+    sizes = sizes_of(decision)
+    assert all(size % (1 + drafts) == 0 for size in sizes)
+    assert decision.params_as(GraphCaptureParams).max_capture_size == sizes[-1] <= tokens
+    assert min(batch * (1 + drafts), tokens // (1 + drafts) * (1 + drafts)) <= sizes[-1]
+
+
+def test_of_the_users_own_sizes_vllm_leaves_out_what_drafts_round_up_beyond_the_largest():
+    own = drafting(2)["pinned"] + ServeArguments("--cudagraph-capture-sizes", "1", "2", "64", "3584", "4096")
+    assert decide(64, pinned=own).value == "graphs up to 3585"
+
+
 def test_with_the_scheduler_off_vllm_captures_for_its_own_number_of_requests():
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
     assert decide(8, wishes=off).params_as(GraphCaptureParams).max_capture_size == 512
