@@ -24,7 +24,7 @@ from benchmarks.record import checkout, parser_of, write_record
 
 JOINED = ("layouts", "starts", "remarks")
 """What a benchmark's own file holds, of which several files become one record."""
-_SAME = ("what", "commit", "dirty", "environment", "model", "workload")
+_SAME = ("what", "commit", "dirty", "environment", "model", "profile", "workload")
 
 
 def main() -> int:

@@ -106,12 +106,13 @@ def served_loads() -> Iterator[Load]:
             holds = _SAME.get(side, side)
             for words, found in record["layouts"].items():
                 layout, *own = words.split()
+                given = [*found.get("serve_args", []), *own]
                 about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
                     "held_up": path.stem in _SHARED or any(map(_in_pairs, _loads_of_start(words, record["layouts"]))),
-                    "api_servers": int(own[own.index(_API_SERVERS) + 1]) if _API_SERVERS in own else None,
-                    "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, found.get("serve_args", []))), None),
-                    "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, own), default=0) >= STEP_TOKENS,
+                    "api_servers": next(iter(_numbers_after(_API_SERVERS, given)), None),
+                    "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, given)), None),
+                    "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, given), default=0) >= STEP_TOKENS,
                 }  # fmt: skip
                 earlier = record.get("first_start", {}).get(words, {"loads": ()})
                 for load in found["loads"]:

@@ -255,9 +255,9 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in found:
         load, gpus = case.load, case.prediction.layout.num_devices
-        # How many API servers a plan adds is a rule, and no choice among layouts. A start that something else held up
-        # tells nothing of its layout.
-        if load.api_servers is not None or load.held_up:
+        # vLLM alone with more API servers than it starts by itself is no layout of its own; a plan's servers have those
+        # that the plan gives them. A start that something else held up tells nothing of its layout.
+        if (load.side == "stock" and load.api_servers is not None) or load.held_up:
             continue
         same = (hardware_of(load), load.model, load.side, load.prompt_graphs, gpus, load.clients, load.requests)
         groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)

@@ -41,6 +41,8 @@ MXFP4_IN_E4M3 = "mxfp4 in E4M3"
 """Kernels of MXFP4 that a table can do without: plans take them only where activations may be rounded."""
 TABLES = (*(name for name in _WEIGHTS.values() if not name.endswith(_ZERO_POINTS)), MXFP4_IN_E4M3)
 _IN_E4M3 = "grouped-mxfp4-"
+_FEWEST = 4
+"""Numbers of tokens in a table, at least: what lies far from all that were timed is better measured at the start."""
 _STOCK = "vllm"
 _EVEN = "uniform"
 """Of the routings that were timed, the one in which all experts are equally likely."""
@@ -64,7 +66,7 @@ def main(arguments: list[str]) -> int:
             newest.setdefault(table.device, {})[key] = table
     for device, tables in newest.items():
         path = shipped_dir() / f"{device.lower().replace(' ', '_')}.json"
-        current = _of_the_last_kernels(tuple(tables.values()))
+        current = tuple(table for table in _of_the_last_kernels(tuple(tables.values())) if len(table.rows) >= _FEWEST)
         write_tables(path, current)
         path.chmod(0o644)
         print(f"{path.relative_to(ROOT)}: {len(current)} tables, kernels {current[0].kernel_hash[:12]}")

@@ -149,6 +149,13 @@ def _step(record: Any, batch: str) -> list[float]:
     ]  # fmt: skip
 
 
+def _step_of_ours(record: Any, batch: str) -> list[float]:
+    ledger = next(each for each in record["sides"]["ours"]["ledgers"] if each["batch"] == int(batch))
+    rows = {row["group"]: row for row in ledger["rows"]}
+    groups = [rows[name]["us"] for name in ("matrices", "attention")]
+    return [ledger["step_us"], rows["experts"]["us"], rows["experts"]["least_us"], *groups]
+
+
 def _in_flight(record: Any, kernels: str, _tokens: str) -> list[float]:
     """Least and largest share of the time of the kernel as it is that products in flight take, of single blocks."""
     mode, form = next(
@@ -273,4 +280,12 @@ CLAIMS = [
     ),
     Claim(_PAGE, "their copies cost {10.1} and {17.7} us", (_FORMS,), _copies_of_exponents),
     Table(_PAGE, "| batch |", "Where a decode step's time goes", 1, (_STEP,), _step),
+    Table(
+        _PAGE,
+        "| requests | step: ours, H200 |",
+        "Our balanced plan of today",
+        1,
+        ("2026-11-28_h200_decode_step_ours",),
+        _step_of_ours,
+    ),
 ]

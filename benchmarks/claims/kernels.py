@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table, cases
@@ -253,10 +254,10 @@ def _int4_of_16(record: Any) -> list[float]:
     return [case["sides"]["grouped-int4_weights-n16"]["median_us"]]
 
 
-def _int4_beside_marlin(record: Any, tokens: str) -> list[float]:
-    """Time in us of Marlin's kernels and of ours, and their ratio: groups of 128 with zero points, then of 32."""
+def _int4_beside_marlin(record: Any, tokens: str, *, dtypes: Sequence[str] = ("int4_g128z", "int4_g32")) -> list[float]:
+    """Time in us of Marlin's kernels and of ours, and their ratio, for each kind of groups."""
     row = []
-    for dtype in ("int4_g128z", "int4_g32"):
+    for dtype in dtypes:
         (case,) = [each for each in cases(record, dtype=dtype) if each["tokens"] == int(tokens.replace(",", ""))]
         ours = min(side["median_us"] for name, side in case["sides"].items() if name != "vllm")
         marlin = case["sides"]["vllm"]["median_us"]
@@ -336,6 +337,8 @@ CLAIMS = [
           lambda found: [_fetched(found, f"four bits, rows {run}", "mxfp4", "gpt-oss-120b", tokens)
                          for tokens in (64, 16, 256) for run in ("at multiples of 128 bytes", "as they are")]),
     Table("docs/kernels.md", "| tokens |", "**INT4.**", 1, (_FOUR_BITS,), _int4_beside_marlin),
+    Table("docs/kernels.md", "| tokens, H200 |", "**INT4.**", 1, ("2026-11-28_h200_four_bit_int4_g128",),
+          lambda record, tokens: _int4_beside_marlin(record, tokens, dtypes=("int4_g128",))),
     Claim("docs/kernels.md", "took {179.5} us at 64 tokens in groups of 128", (_TWO_BLOCKS,), _int4_of_16),
     Claim("docs/kernels.md", "with scales beside the\nring {140.5}", (_SCALES,), _int4_of_16),
     Table("docs/kernels.md", "| layer | tokens | products", "**MXFP4.**", 2, (_E4M3,), e4m3_beside_bf16),

@@ -128,6 +128,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-27_h100_x2_layouts_tp1x2",
                 "2026-11-27_h100_x2_layouts_tp2",
                 "2026-11-28_h100_x2_layouts_tp2_api_servers",
+                "2026-11-28_h200_x4_layouts_planned",
                 "2026-11-28_h100-h200_layouts_compared",
                 "2026-11-28_h100-h200_layouts_compared_processes",
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table
@@ -106,6 +107,11 @@ def _cache(record: Any) -> list[float]:
 
 def _starts(found: Any, side: str) -> list[Any]:
     return [each for each in found["starts"] if each["side"] == side]
+
+
+def _ends(values: Iterable[float]) -> list[float]:
+    known = list(values)
+    return [min(known), max(known)]
 
 
 def _start(h100: Any, h200: Any, label: str) -> list[float]:
@@ -280,6 +286,14 @@ CLAIMS = [
           lambda found: [_starts(found, side)[0]["ready_s"] for side in ("ours", "vllm")]),
     Claim("docs/usage.md", "{0.99}x to {1.02}x the tokens per second and {1.00}x the TPOT", (_MINUTES_OF_64,),
           lambda found: _minutes(found)[:3]),
+    Claim("docs/usage.md", "ready after {95.2} s, importing took {32.8} s of it; the next after {46.2} s",
+          ("2026-11-28_h200_starts_ours",),
+          lambda found: [value for first, second in [_starts(found, "ours")] for value in
+                         (first["ready_s"], first["phases_s"]["vLLM answers: importing vLLM"], second["ready_s"])]),
+    Claim("docs/usage.md", "had {3,229} to {3,283} tokens per second in each of five minutes, the\nfirst included, a "
+          "TPOT of {19.2} to {19.4} ms", ("2026-11-28_h200_first_minutes_64_ours",),
+          lambda found: [each for key in ("output_tokens_per_s", "tpot_ms_median") for each in
+                         _ends(stretch[key] for stretch in _loaded(found, "ours")["stretches"])]),
     Claim("docs/usage.md", "took it {179} ms, stock vLLM {1,230}", (_MINUTES_OF_64,),
           lambda found: [_loaded(found, side)["stretches"][1]["ttft_ms_most"] for side in ("ours", "vllm")]),
     Claim("docs/engine.md", "{4.45} and {25.3} ms; vLLM 0.26 {4.71} and {24.7} ms", (_ENGINE_BOTH,), _decodes),

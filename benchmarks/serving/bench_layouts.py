@@ -166,6 +166,7 @@ def begun(options: Any) -> dict[str, Any]:
         ),
         "environment": gpu_environment(),
         "model": options.shape or Path(options.model).name,
+        "profile": options.profile,
         "workload": {
             "input_tokens": options.input_tokens,
             "output_tokens": options.output_tokens,
@@ -177,7 +178,7 @@ def begun(options: Any) -> dict[str, Any]:
     if not options.out.exists():
         return record
     found = json.loads(options.out.read_text(encoding="utf-8"))
-    for key in ("environment", "model", "workload", "commit"):
+    for key in ("environment", "model", "profile", "workload", "commit"):
         if found.get(key) != record[key]:
             raise SystemExit(
                 f"{options.out}: {key}: got {found.get(key)}, expected {record[key]}\n\nhint: another --out"
