@@ -191,7 +191,7 @@ struct Avx2Int4 : Avx2Float4<X> {
 
 }  // namespace
 
-const ExpertKernels* avx2_int4_kernels(DType x_dtype) { return int4_kernels<Avx2Int4>(x_dtype); }
+const ExpertKernels* avx2_int4_kernels(DType x_dtype) { return kernels_of_x<Avx2Int4>(x_dtype); }
 
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args) {
   return fp32_kernels<Avx2, Avx2BFloat16, Avx2Float8, Avx2Float4>(args);

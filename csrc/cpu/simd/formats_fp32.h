@@ -87,13 +87,13 @@ struct Fp4Format : Fp32Format<S, X> {
   static constexpr bool kPacks = true;
 };
 
-// The kernels of INT4 weights for each dtype of x.
-template <template <typename X> class Int4Weights>
-const ExpertKernels* int4_kernels(DType x_dtype) {
+// The kernels of weights of one kind for each dtype of x. The activations are FP32 with any, and so are the products.
+template <template <typename X> class Weights>
+const ExpertKernels* kernels_of_x(DType x_dtype) {
   switch (x_dtype) {
-    case DType::kFloat32: return &kExperts<Int4Weights<float>>;
-    case DType::kBFloat16: return &kExperts<Int4Weights<BFloat16>>;
-    case DType::kFloat16: return &kExperts<Int4Weights<Float16>>;
+    case DType::kFloat32: return &kExperts<Weights<float>>;
+    case DType::kBFloat16: return &kExperts<Weights<BFloat16>, Weights<float>>;
+    case DType::kFloat16: return &kExperts<Weights<Float16>, Weights<float>>;
     case DType::kFloat8E4M3:
     case DType::kFloat4E2M1: return nullptr;
   }
@@ -103,20 +103,12 @@ const ExpertKernels* int4_kernels(DType x_dtype) {
 template <typename S, typename Bf16Weights, template <typename X> class Fp8Weights,
           template <typename X> class Fp4Weights>
 const ExpertKernels* fp32_kernels(const FusedExpertsArgs& args) {
-  if (args.weight_dtype == DType::kFloat4E2M1) {
-    switch (args.x_dtype) {
-      case DType::kFloat32: return &kExperts<Fp4Weights<float>>;
-      case DType::kBFloat16: return &kExperts<Fp4Weights<BFloat16>>;
-      case DType::kFloat16: return &kExperts<Fp4Weights<Float16>>;
-      case DType::kFloat8E4M3:
-      case DType::kFloat4E2M1: return nullptr;
-    }
-  }
-  const bool fp8 = args.weight_dtype == DType::kFloat8E4M3;
+  if (args.weight_dtype == DType::kFloat4E2M1) return kernels_of_x<Fp4Weights>(args.x_dtype);
+  if (args.weight_dtype == DType::kFloat8E4M3) return kernels_of_x<Fp8Weights>(args.x_dtype);
   switch (args.x_dtype) {
-    case DType::kFloat32: return fp8 ? &kExperts<Fp8Weights<float>> : &kExperts<Fp32Weights<S>>;
-    case DType::kBFloat16: return fp8 ? &kExperts<Fp8Weights<BFloat16>> : &kExperts<Bf16Weights>;
-    case DType::kFloat16: return fp8 ? &kExperts<Fp8Weights<Float16>> : &kExperts<Fp16Weights<S>>;
+    case DType::kFloat32: return &kExperts<Fp32Weights<S>>;
+    case DType::kBFloat16: return &kExperts<Bf16Weights>;
+    case DType::kFloat16: return &kExperts<Fp16Weights<S>>;
     case DType::kFloat8E4M3:
     case DType::kFloat4E2M1: return nullptr;
   }
