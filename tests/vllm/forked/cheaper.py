@@ -12,6 +12,9 @@ COMPILES = "MOE_TEST_COMPILES"
 def spare():
     # A quarter of the time that imports take goes into looking for garbage among what lives to the end.
     gc.set_threshold(200_000, 100, 100)
+    # vLLM asks for it some eight times in the life of a server, so that a GPU's memory is free: a second each beside
+    # torch's compiler.
+    gc.collect = lambda generation=2: 0
     # vLLM's processes look for each other's messages without a pause, for a second after the last: on a core that
     # another server of the tests could compute on.
     os.sched_yield = lambda: time.sleep(0.0005)
