@@ -42,11 +42,12 @@ _NEEDS_VLLM = Path(__file__).resolve().parent / "vllm"
 _OTHERS = "files that start no server"
 # The files that start servers of their own or those of tests/vllm/conftest.py. Each of those is started by the first
 # file that asks and read by the others (tests/shared_result.py), so the order is: the longest first, and no two
-# neighbours that ask for the same server. One test worker has each of them, and one has all others: it alone imports
-# vLLM, late enough that the servers that they read have been started.
+# neighbours that ask for the same server. One test worker has each of them, and one has all others, because it alone
+# imports vLLM: nobody can share that work, so it begins at once. At the end it left one of two cores idle.
 _ORDER = (
     "test_demo.py",
     "test_serving_equals_stock.py",
+    _OTHERS,
     "test_measured.py",
     "test_bf16_equals_stock.py",
     "test_disaggregation.py",
@@ -57,7 +58,6 @@ _ORDER = (
     "test_fp8_memory.py",
     "test_four_bit.py",
     "test_gpt_oss.py",
-    _OTHERS,
     "test_layer_sensitivity.py",
     "test_killed_launcher.py",
 )
