@@ -103,8 +103,13 @@ def decode_step_bytes(step: DecodeStep) -> StepBytes:
     matrices = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
     tokens, devices = step.batch * step.data_parallel_size, num_gpus * step.data_parallel_size
     experts = model.num_moe_layers * moe_layer_weight_bytes(model, tokens, expert_bits=step.expert_bits) / devices
-    cache = step.batch * _cache_read_bytes(model, step.context) * step.kv_bits / 16 * kv_head_share(model, num_gpus)
-    return StepBytes(experts=experts, matrices=matrices, cache=cache)
+    return StepBytes(experts=experts, matrices=matrices, cache=decode_cache_bytes(step))
+
+
+def decode_cache_bytes(step: DecodeStep) -> float:
+    """Return what one GPU reads of the KV cache in one decode step."""
+    read = step.batch * _cache_read_bytes(step.model, step.context)
+    return read * step.kv_bits / 16 * kv_head_share(step.model, step.num_gpus)
 
 
 def experts_read_ratio(model: ModelSpec, *, batch: int, from_bits: float, to_bits: float) -> Quantity:

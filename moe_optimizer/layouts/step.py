@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from moe_optimizer.costs import comm
-from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth, peak_flops
+from moe_optimizer.costs.roofline import DecodeStep, decode_cache_bytes, decode_step_bytes, memory_bandwidth, peak_flops
 from moe_optimizer.costs.weights import kv_head_share
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.experts import ExpertTimes, expert_times
@@ -54,6 +54,8 @@ class StepModel:
     _experts: ExpertTimes = field(init=False)
     _linear_params: float = field(init=False)
     """Of the dense products that one GPU multiplies each token with."""
+    _matrix_bytes: float = field(init=False)
+    """Of them, read in each step."""
 
     def __post_init__(self) -> None:
         """Work out what all steps have in common.
@@ -66,6 +68,7 @@ class StepModel:
         self._experts = expert_times(self.question, self.layout)
         split = model.attention_params - model.kv_params + model.dense_params + model.shared_expert_params
         self._linear_params = split / size + model.kv_params * kv_head_share(model, size) + model.router_params
+        self._matrix_bytes = decode_step_bytes(self._bytes_request(1)).matrices
 
     def step_us(self, tokens: Tokens) -> float:
         """Return the time of a step that all stages of a pipeline work through."""
@@ -125,8 +128,7 @@ class StepModel:
 
     def _matrices_us(self, tokens: Tokens) -> Quantity:
         question, model, gpu = self.question, self.question.model, self.question.gpu
-        read = decode_step_bytes(self._bytes_request(1)).matrices
-        reading = read / (gpu.memory_bandwidth.value * fitted.MATRIX_BANDWIDTH_SHARE)
+        reading = self._matrix_bytes / (gpu.memory_bandwidth.value * fitted.MATRIX_BANDWIDTH_SHARE)
         head = (model.lm_head_params or model.embedding_params) / self.layout.tensor_parallel_size
         flop = 2 * (self._linear_params * tokens.total + head * tokens.sampled)
         fp8 = question.linear_bits == _FP8_BITS and gpu.supports("fp8")
@@ -145,7 +147,7 @@ class StepModel:
         model, gpu, attention = self.question.model, self.question.gpu, self.question.model.attention
         size, layers = self.layout.tensor_parallel_size, attention.num_attention_layers
         peak = peak_flops(gpu, 16).value
-        cached = decode_step_bytes(self._bytes_request(tokens.context)).cache * tokens.sequences
+        cached = decode_cache_bytes(self._bytes_request(tokens.context)) * tokens.sequences
         reading = cached / (gpu.memory_bandwidth.value * fitted.CACHE_BANDWIDTH_SHARE)
         heads, latent = attention.num_heads / size, attention.kind == "mla"
         # Each head reads the cached latent for keys and values alike.
