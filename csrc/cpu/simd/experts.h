@@ -273,13 +273,9 @@ int64_t scratch_bytes(const FusedExpertsArgs& args) {
 // `Products`: a Format with the same weights and the same activations; the dtype of x and out may be another. Formats
 // that differ in nothing else name the same one, so that their loops are compiled once.
 template <typename Format, typename Products = Format>
-constexpr ExpertKernels kExperts = {packed_x_row_bytes<Format>,
-                                    pack_x_row<Format>,
-                                    h_row_bytes<Format>,
-                                    scratch_bytes<Format>,
-                                    gate_up<Products>,
-                                    down<Products>,
-                                    store<Format>};
+constexpr ExpertKernels kExperts = {
+    packed_x_row_bytes<Format>, pack_x_row<Format>, h_row_bytes<Format>, scratch_bytes<Format>,
+    gate_up<Products>,          down<Products>,     store<Format>};
 
 }  // namespace
 }  // namespace moeopt
