@@ -308,16 +308,38 @@ def _check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking, question: 
         return
     there = ctx.num_gpus * ctx.request.num_nodes
     if layout.num_devices > there:
-        raise UnsupportedError(f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}")
+        raise UnsupportedError(
+            f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}", hint=_how_to_get(ctx, layout)
+        )
     if ranking.do_not_fit:
         _refuse_too_large(ctx, layout, memory_of(question, layout))
     tensor, data = layout.tensor_parallel_size, layout.data_parallel_size
-    why = why_not_shape(question, tensor, data, expert=layout.expert_parallel)
+    why = why_not_shape(question, tensor, data, expert=layout.expert_parallel) or _why_not_over_machines(ctx, layout)
     machines = f"over {ctx.request.num_nodes} x {ctx.num_gpus} GPUs"
     raise UnsupportedError(
-        f"--layout {layout.name}: {ctx.model.name} does not divide so {f'({why})' if why else machines}",
+        f"--layout {layout.name}: {ctx.model.name} does not divide so {machines}{f' ({why})' if why else ''}",
         hint="leave it out: the dry run lists the layouts that are possible",
     )
+
+
+def _how_to_get(ctx: PlanContext, layout: Layout) -> str | None:
+    """Return the arguments that plan for as many GPUs as a layout needs, where the machines are only named."""
+    needed, most = layout.num_devices, ctx.gpu.max_gpus_per_node
+    if ctx.hardware.origin != "named":
+        return None
+    if needed <= most * ctx.request.num_nodes:
+        return f"--gpus {needed}"
+    return None if needed % most else f"moe-optimizer plan --gpus {needed} --nodes {needed // most}"
+
+
+def _why_not_over_machines(ctx: PlanContext, layout: Layout) -> str:
+    """Return why a layout whose shape the model allows cannot lie on the machines, or ""."""
+    machine = f"a machine of {ctx.num_gpus} GPUs"
+    if layout.tensor_parallel_size > ctx.num_gpus:
+        return f"slices of a layer stay in {machine}"
+    if layout.pipeline_parallel_size > 1:
+        return f"each of the {layout.pipeline_parallel_size} stages of a pipeline has {machine}"
+    return ""
 
 
 def _refuse_too_large(ctx: PlanContext, layout: Layout, memory: MemoryPlan) -> NoReturn:

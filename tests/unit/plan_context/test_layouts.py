@@ -173,9 +173,30 @@ def test_a_layout_that_cannot_be_is_refused(changes, error):
 def test_a_pinned_layout_that_does_not_divide_says_what_does_not():
     with pytest.raises(UnsupportedError, match=r"--layout tp3: .*32 attention heads .* 3"):
         planned(layout="tp3")
-    # A stage of a pipeline has a whole machine.
-    with pytest.raises(UnsupportedError, match=r"--layout tp4pp2: .* over 1 x 8 GPUs"):
-        planned(layout="tp4pp2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "why"),
+    [
+        ("tp4pp2", 1, r"over 1 x 8 GPUs \(each of the 2 stages of a pipeline has a machine of 8 GPUs\)"),
+        ("tp4pp4", 2, r"over 2 x 8 GPUs \(each of the 4 stages of a pipeline has a machine of 8 GPUs\)"),
+        ("tp16", 2, r"over 2 x 8 GPUs \(slices of a layer stay in a machine of 8 GPUs\)"),
+    ],
+)
+def test_a_pinned_layout_that_cannot_lie_on_the_machines_says_why(layout, nodes, why):
+    with pytest.raises(UnsupportedError, match=f"--layout {layout}: .*{why}"):
+        planned(num_nodes=nodes, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "hint"),
+    [(4, "tp4pp2", "--gpus 8"), (8, "tp4x4", "moe-optimizer plan --gpus 16 --nodes 2"), (8, "tp4x3", "")],
+)
+def test_a_pinned_layout_of_more_gpus_than_are_planned_for_says_how_to_get_them(count, layout, hint):
+    # Of named machines; one that was found has no more.
+    with pytest.raises(UnsupportedError, match=f"--layout {layout}: needs .* found {count}") as caught:
+        planned(count, layout=layout)
+    assert (caught.value.hint or "") == hint
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1pd"])
