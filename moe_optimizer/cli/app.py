@@ -138,7 +138,8 @@ def _input_error(error: Any, target: Any, name: str) -> InputError:
     """Convert an error of the parser: one line, with the nearest option as hint."""
     option, extra_hint = getattr(error, "option_name", None), _EXTRA_HINT if name in TAKES_VLLM_ARGS else None
     if option is not None and str(error.message).startswith("No such option"):
-        return InputError(f"unknown option {option}", hint=did_you_mean(option, _option_names(target)) or extra_hint)
+        hint = _commands_with(option) or did_you_mean(option, _option_names(target)) or extra_hint
+        return InputError(f"unknown option {option}", hint=hint)
     message = " ".join(error.format_message().split())
     if message.startswith("Got unexpected extra argument"):
         return InputError(message, hint=extra_hint)
@@ -146,6 +147,12 @@ def _input_error(error: Any, target: Any, name: str) -> InputError:
     if parameter is not None and parameter.opts:
         message = f"{parameter.opts[0]}: {error.message}"
     return InputError(message, hint=getattr(error, "hint", None))
+
+
+def _commands_with(option: str) -> str | None:
+    """Return which commands have an option that the one of the command line has not."""
+    names = sorted(name for name, each in _parser("").commands.items() if option in _option_names(each))
+    return f"an option of moe-optimizer {', '.join(names)}" if names else None
 
 
 def _option_names(command: Any) -> Iterable[str]:

@@ -99,3 +99,20 @@ def test_a_python_without_our_dependencies_is_told_how_to_set_up(
 def test_a_missing_module_of_our_own_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_with(monkeypatch, ModuleNotFoundError("No module named 'moe_optimizer.gone'", name="moe_optimizer.gone"))
     assert main(["plan"]) == ExitCode.BUG
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serve", "--nodes", "2"], "an option of moe-optimizer plan"),
+        (["plan", "--html", "x"], "an option of moe-optimizer bench, report"),
+        (["serve", "--profil", "x"], "did you mean --profile?"),
+        (["serve", "--swap-space", "4"], "arguments of vllm serve go after --"),
+        (["doctor", "--gpu", "1"], None),
+    ],
+)
+def test_an_option_of_another_command_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str], words: list[str], hint: str | None
+) -> None:
+    assert main(words) == ExitCode.BAD_INPUT
+    assert (f"hint: {hint}\n" if hint else "") == capsys.readouterr().err.partition("\n\n")[2]
