@@ -17,6 +17,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
+from moe_optimizer.specs.quantity import number_of
 
 _FEW_GPUS = 8
 _ONE_DEVICE = ParallelismParams(tensor_parallel_size=1, data_parallel_size=1, expert_parallel=False)
@@ -305,9 +306,10 @@ def _by_search(ctx: PlanContext) -> str:
     choice = ctx.layout_choice
     if choice is None:
         return ""
-    why = f"as {choice.pinned_by} asks" if choice.pinned_by else f"the best of {choice.num_layouts} for {choice.goal}"
-    clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
-    return f"layout {choice.chosen}, {why}, as predicted with {clients}"
+    if choice.pinned_by:
+        return f"layout {choice.chosen}, as {choice.pinned_by} asks"
+    why = f"the best of {choice.num_layouts} for {choice.goal}"
+    return f"layout {choice.chosen}, {why}, as predicted with {number_of(choice.clients, 'client')}"
 
 
 def _value(ctx: PlanContext, split: ParallelismParams) -> str:

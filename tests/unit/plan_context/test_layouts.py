@@ -141,6 +141,11 @@ def test_copies_with_whole_experts_can_be_pinned():
     assert plan.serve_args.value("--data-parallel-size") == "4"
 
 
+def test_a_pinned_layout_is_not_said_to_follow_from_the_prediction():
+    reason = planned(layout="tp2dp4ep").decision("parallelism").reason
+    assert reason.endswith("; layout tp2dp4ep, as --layout tp2dp4ep asks")
+
+
 def test_limits_that_no_layout_keeps_end_with_the_nearest():
     with pytest.raises(GoalMissedError) as caught:
         planned(tpot_ms=0.5)
