@@ -64,7 +64,7 @@ def write_dummy_model(folder: Path, shape: Mapping[str, int]) -> Path:
     Returns:
         `folder`, which is made.
     """
-    folder.mkdir()
+    folder.mkdir(parents=True)
     config = json.loads((_TINY_MOE / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, **shape}), encoding="utf-8")
     for path in _TINY_MOE.glob("*token*"):
@@ -90,7 +90,7 @@ def write_published_shape(folder: Path, name: str, **changes: Any) -> Path:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    folder.mkdir()
+    folder.mkdir(parents=True)
     config = json.loads((_PUBLISHED / f"{name}.json").read_text(encoding="utf-8")) | changes
     # The code that such a field names is not here; vLLM and transformers have their own.
     config.pop("auto_map", None)
@@ -114,7 +114,7 @@ def write_draft_model(folder: Path, target: Path) -> Path:
     """
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     heads = config["num_key_value_heads"]
-    folder.mkdir()
+    folder.mkdir(parents=True)
     draft = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -12,7 +12,7 @@ def test_a_published_shape_has_a_tokenizer_of_one_word_for_each_token(name, tmp_
     from tokenizers import Tokenizer
 
     assert name in published_shapes()
-    folder = write_published_shape(tmp_path / name, name)
+    folder = write_published_shape(tmp_path / "models" / name, name)
     config = json.loads((folder / "config.json").read_text())
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [0, 5, config["vocab_size"] - 1]
@@ -28,7 +28,7 @@ def test_it_names_no_code_of_its_publisher(tmp_path):
 
 def test_a_draft_has_the_vocabulary_and_the_cache_of_what_it_drafts_for(tmp_path):
     target = write_published_shape(tmp_path / "target", "qwen3_moe")
-    draft = write_draft_model(tmp_path / "draft", target)
+    draft = write_draft_model(tmp_path / "models" / "draft", target)
     of_target, of_draft = (json.loads((folder / "config.json").read_text()) for folder in (target, draft))
     for field in ("vocab_size", "num_key_value_heads", "head_dim"):
         assert of_draft[field] == of_target[field]
