@@ -101,7 +101,7 @@ def gain(
 
 def ratio_in_words(ratio: float) -> str:
     """Return a ratio for a table; of one that few rounds leave open, its magnitude alone."""
-    return f"{ratio:.3f}" if ratio < _FAR else f"{ratio:.0e}"
+    return f"{ratio:.3f}" if 1 / _FAR < ratio < _FAR else f"{ratio:.0e}"
 
 
 @functools.lru_cache

@@ -12,7 +12,6 @@ from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG
 from moe_optimizer.specs.quantity import bytes_in_words
 
 _METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
-_GIB = 2**30
 _WIDTH = 80
 
 
@@ -68,9 +67,9 @@ def _about(side: SideResult) -> Iterable[str]:
         names = f" ({'; '.join(side.warm.compiled)})" if side.warm.compiled else ""
         facts.append(f"compiled after ready: {side.warm.compilations}{names}")
     if side.memory.gpu_bytes is not None:
-        facts.append(f"GPU memory {side.memory.gpu_bytes / _GIB:.1f} GiB")
+        facts.append(f"GPU memory {bytes_in_words(side.memory.gpu_bytes)}")
     if side.memory.process_bytes is not None:
-        facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
+        facts.append(f"processes {bytes_in_words(side.memory.process_bytes)}")
     yield from _wrapped(f"{side.name}: {'; '.join(facts)}")
     yield from _held_up(side)
     if side.memory.parts:

@@ -20,3 +20,18 @@ def test_an_interval_that_two_noisy_rounds_leave_open_is_no_wider_than_a_termina
     lines = render(dataclasses.replace(result, verdicts=verdicts)).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("3e+88" in line for line in lines)
+
+
+def test_both_ends_of_a_wide_interval_are_magnitudes() -> None:
+    result = bench_result()
+    verdicts = tuple(dataclasses.replace(each, low=2.3e-4, high=4.2e3) for each in result.verdicts)
+    assert "(2e-04 to 4e+03)" in render(dataclasses.replace(result, verdicts=verdicts))
+
+
+def test_all_memory_is_in_the_same_units() -> None:
+    result = bench_result()
+    memory = dataclasses.replace(result.sides[0].memory, gpu_bytes=50_000_000_000, process_bytes=2_920_000_000)
+    table = render(
+        dataclasses.replace(result, sides=(dataclasses.replace(result.sides[0], memory=memory),), verdicts=())
+    )
+    assert "GPU memory 50 GB; processes 2.92 GB" in table
