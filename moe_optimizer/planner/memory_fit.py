@@ -68,7 +68,7 @@ def require_fit(asked: PlanContext, context: PlanContext, memory: MemoryPlan) ->
         f"{context.model.name} does not fit {_where(context)}: each needs {weights} of weights and {work} to work in, "
         f"and may use {budget} of {total}"
     )
-    raise DoesNotFitError(message, hint=_fit_hint(asked, context))
+    raise DoesNotFitError(message, hint=_fit_hint(asked, context, memory))
 
 
 def _where(context: PlanContext) -> str:
@@ -79,12 +79,18 @@ def _where(context: PlanContext) -> str:
     return f"{machines}{split.num_devices // split.machines_of_copies} x {context.gpu.name}"
 
 
-def _fit_hint(asked: PlanContext, context: PlanContext) -> str:
+def _fit_hint(asked: PlanContext, context: PlanContext, memory: MemoryPlan) -> str:
     if context.device == "cpu" and context.request.hardware.origin == "probed":
         names = ", ".join(hardware_names())
         return f"this is the plan for the CPU here; for another machine: --dry-run --hardware with one of {names}"
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
+    if memory.activation_bytes + memory.workspace_bytes > memory.budget_bytes:
+        step = context.scheduler
+        return (
+            f"a step takes that on every GPU: lower --batch-size {step.max_num_seqs} "
+            f"or -- --max-num-batched-tokens {step.max_num_batched_tokens}"
+        )
     planned, stored = least_gpus(asked), least_gpus(asked, expert_bits=None, linear_bits=None)
     converts = context.decided["fp8"].status is Status.ON
     by_flag = "" if converts or context.model.quant_method is not None else " (--enable-fp8)"
