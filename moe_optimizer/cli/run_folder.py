@@ -22,7 +22,7 @@ def run_folder(named: str | None, command: str, *, resume: bool) -> Path:
         InputError: there is no run to go on with.
     """
     if named is not None:
-        if resume and not Path(named).is_dir():
+        if resume and not (Path(named).is_dir() and any(Path(named).iterdir())):
             raise InputError(f"--resume: there is no run in {named}", hint="leave --resume out")
         return Path(named)
     if not resume:

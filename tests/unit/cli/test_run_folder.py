@@ -29,11 +29,12 @@ def test_the_newest_run_of_the_same_command_is_gone_on_with() -> None:
 
 def test_the_folder_that_is_named_is_gone_on_with() -> None:
     Path("runs/bench-20260101-000000").mkdir(parents=True)
-    Path("mine").mkdir()
+    Path("mine/samples").mkdir(parents=True)
     assert run_folder("mine", "bench", resume=True) == Path("mine")
 
 
-@pytest.mark.parametrize("named", [None, "mine"])
+@pytest.mark.parametrize("named", [None, "mine", "empty"])
 def test_where_there_is_no_run_to_go_on_with_it_is_refused(named: str | None) -> None:
+    Path("empty").mkdir()
     with pytest.raises(InputError, match="--resume"):
         run_folder(named, "bench", resume=True)

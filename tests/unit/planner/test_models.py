@@ -10,7 +10,17 @@ from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, dense_model, gpus, made_plan, request, shaped_model, tiny_moe
+from moe_optimizer.specs.model import Int4Scheme
+from tests.builders import (
+    cpu_machine,
+    dense_model,
+    gpus,
+    made_plan,
+    qwen3_30b_a3b_int4,
+    request,
+    shaped_model,
+    tiny_moe,
+)
 from tests.examples import examples
 from tests.unit.planner.refusal import refused
 
@@ -27,6 +37,15 @@ def test_code_from_the_model_needs_a_flag():
     plan = made_plan(model, cpu_machine(), trust_remote_code=True)
     assert "--trust-remote-code" in plan.serve_args
     assert "--trust-remote-code" in plan.plain_args
+
+
+def test_gptq_with_zero_points_is_planned_and_said_to_be_refused_by_vllm():
+    model = qwen3_30b_a3b_int4(int4=Int4Scheme(group=128, zero_points=True, act_order=False))
+    said = [warning for warning in made_plan(model, gpus("h100_sxm", 1)).warnings if "zero points" in warning]
+    assert said
+    assert "--quantization" in said[0]
+    own = made_plan(model, gpus("h100_sxm", 1), vllm_args=("--quantization", "moe_wna16"))
+    assert not any("zero points" in warning for warning in own.warnings)
 
 
 def test_a_dense_model_is_planned_and_said_to_have_no_experts():
