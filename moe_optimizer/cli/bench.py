@@ -66,6 +66,7 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     from moe_optimizer.measure.bench.request import BenchRequest
     from moe_optimizer.measure.bench.result import Limits
     from moe_optimizer.measure.bench.side import STOCK
+    from moe_optimizer.measure.claimed_folder import is_claimed
 
     workload, trace = traffic_of(options)
     folder = run_folder(options.run_dir, "bench", resume=options.resume)
@@ -83,7 +84,8 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
         trust_remote_code=options.trust_remote_code,
         ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
     )
-    sides = sides_of(options, names, run_dir=folder, lines=lines, fits=request.check_fits)
+    begun = is_claimed(folder, command="bench")
+    sides = sides_of(options, names, run_dir=folder, lines=lines, fits=request.check_fits, measure=not begun)
     # A server that runs already may have been sent the first prompts by an earlier benchmark, and have cached them.
     asked_before = _set_of_prompts(folder) if any(side.url for side in sides) else 0
     return dataclasses.replace(request, sides=sides, asked_before=asked_before)

@@ -114,20 +114,22 @@ def _sides(options: QualityOptions, folder: Path, lines: ProgressLines) -> tuple
     """
     from moe_optimizer.cli.engine_checks import missing_packages
     from moe_optimizer.measure.bench.side import STOCK, Side
+    from moe_optimizer.measure.claimed_folder import is_claimed
     from moe_optimizer.measure.quality.request import EMBEDDED
 
-    judged = first_name(options)
+    judged, measure = first_name(options), not is_claimed(folder, command="quality")
     if judged.startswith(URL):
         raise InputError("--plan: got a URL, expected the file of a plan", hint="judge a server with --against URL")
     if options.against != EMBEDDED:
-        plan, reference = sides_of(options, (judged, options.against or STOCK), run_dir=folder, lines=lines)
+        names = (judged, options.against or STOCK)
+        plan, reference = sides_of(options, names, run_dir=folder, lines=lines, measure=measure)
         return plan, reference
     if absent := missing_packages():
         raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
     for flag, value in (("--prompts", options.prompts), ("--tasks", options.tasks)):
         if value is not None:
             raise InputError(f"{flag}: the embedded engine is a reference for distributions alone", hint="leave it out")
-    (plan,) = sides_of(options, (judged,), run_dir=folder, lines=lines)
+    (plan,) = sides_of(options, (judged,), run_dir=folder, lines=lines, measure=measure)
     return plan, Side(name=EMBEDDED, plan=None)
 
 

@@ -55,6 +55,7 @@ def sides_of(
     run_dir: Path,
     lines: ProgressLines,
     fits: Callable[[str, int], None] = lambda _name, _max_model_len: None,
+    measure: bool = True,
 ) -> tuple[Side, ...]:
     """Return the sides that names mean, each of them `stock`, a URL, a plan's file or a profile.
 
@@ -66,6 +67,8 @@ def sides_of(
         run_dir: gets the servers' run folders.
         lines: takes what is measured before anything can be planned.
         fits: refuses a side of that name, which takes requests of at most so many tokens.
+        measure: whether expert kernels are measured that no table has. A run that goes on has the plans of the one that
+            was stopped, and what is measured now would change them.
 
     Raises:
         MoeOptimizerError: nothing can be planned, or served here, like this.
@@ -79,7 +82,7 @@ def sides_of(
         check_side(side, run_dir=run_dir, fits=fits)
         checked.append(dataclasses.replace(each, side=side))
     # All are planned by the same tables: of what the last of them had measured too.
-    for each in checked:
+    for each in checked if measure else ():
         _measure(each, lines)
     return _named_apart([_planned(each) for each in checked])
 

@@ -119,6 +119,29 @@ def test_both_sides_are_planned_by_the_same_measurements(
     assert ours.decision("flash_dmoe").status is Status.ON
 
 
+def test_a_run_that_goes_on_measures_no_kernels_and_asks_what_the_stopped_one_asked(
+    asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A measurement that its time ended goes on at the next start, and would change the plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[SpeedRequest] = []
+
+    def measure(request: SpeedRequest, **_: object) -> None:
+        measured.append(request)
+        if len(measured) > 2:  # each side asked once, and was not answered
+            write_tables(measured_dir() / "all.json", tuple(map(fast_kernel, request.questions)))
+
+    monkeypatch.setattr(tables, "measure_speeds", measure)
+    words = ["bench", TINY_MOE, "--against", "balanced", "--port", "18123", "--run-dir", str(tmp_path / "run")]
+    main(words)
+    assert len(measured) == 2
+    asked[0].claim_folder()
+    main([*words, "--resume"])
+    asked[1].claim_folder()
+    assert asked[1].sides == asked[0].sides
+    assert len(measured) == 2
+
+
 def test_two_plans_of_files_that_name_one_port_listen_on_two(
     asked: list[BenchRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
