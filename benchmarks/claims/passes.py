@@ -406,8 +406,8 @@ CLAIMS = [
           lambda: [AHEAD_STEP_US / 1000, AHEAD_TOKEN_US]),
     Table("docs/passes/four_bit.md", "| | prompt | clients |", "Two days before", 3, (_BESIDE,), _beside),
     Table("docs/passes/four_bit.md", "| ours beside |", "Beside a 4-bit checkpoint", 2, _FOUR_BITS_SERVED, _four_bits),
-    Claim("docs/passes/four_bit.md", "first tokens took {201} ms, ours {129}. With 64 first tokens took {389} to {407} "
-          "ms with ours, {490} with GPTQ and {288} in BF16", _FOUR_BITS_SERVED, _four_bits_first_tokens),
+    Claim("docs/passes/four_bit.md", "first tokens took {201} ms, ours {129}. With 64 clients first tokens took {389} "
+          "to {407} ms with ours, {490} with GPTQ and {288} in BF16", _FOUR_BITS_SERVED, _four_bits_first_tokens),
     Claim("docs/passes/four_bit.md", "took {3.10}, {7.16}, {10.14} and {14.62} ms at 1, 16, 64 and 256 requests, of it "
           "the experts {1.00}, {4.24}, {6.18} and {6.94} ms, attention {0.51}, {0.80}, {1.61}\nand {3.52}",
           ("2026-11-28_h200_decode_step_four_bits",), _ledger_of_four_bits),

@@ -34,13 +34,8 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
     elif vllm is not None and (untried := request.software.vllm_runs.why_untried(vllm.version, vllm.device)):
         warnings.append(untried)
-    scheme = request.model.int4
-    if (
-        scheme
-        and scheme.zero_points
-        and request.model.quant_method == "gptq"
-        and "--quantization" not in context.pinned
-    ):
+    gptq = request.model.int4 if request.model.quant_method == "gptq" else None
+    if gptq and gptq.zero_points and "--quantization" not in context.pinned:
         warnings.append(
             "the checkpoint is GPTQ with zero points (sym: false): vLLM 0.26 and 0.32 end the start with 'Unsupported "
             "quantization config'; -- --quantization moe_wna16 is their other method, which was not run"

@@ -77,6 +77,12 @@ def test_kernels_in_e4m3_that_changed_since_are_left_out_of_a_table_of_mxfp4(
     assert table.rows[0].ours_us.keys() == {"direct", "grouped-mxfp4_weights-n16"}
 
 
+def test_every_shipped_table_has_several_numbers_of_tokens() -> None:
+    shipped = [table for path in shipped_dir().glob("*.json") for table in read_tables(path)]
+    assert len(shipped) > 20
+    assert [table.source for table in shipped if len(table.rows) < 4] == []
+
+
 def test_every_shipped_table_is_in_its_record(script: ModuleType) -> None:
     for path in sorted(shipped_dir().glob("*.json")):
         for table in read_tables(path):
