@@ -61,6 +61,8 @@ python="${PYTHON:-}"
 [ -n "$python" ] || fail "no Python interpreter found" "set PYTHON to one, or run: make setup"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
   fail "$python: expected Python 3.11 or newer" "set PYTHON to another interpreter"
+# CMake takes a relative path for one of its build folder, finds nothing there, and builds for whatever Python it finds.
+python="$("$python" -c 'import sys; print(sys.executable)')"
 
 compiler="${CXX:-}"
 for name in g++ c++ clang++; do
@@ -109,12 +111,13 @@ PY
 
 hash="$("$python" "$root/csrc/build_info.py" hash --compiler "$compiler" --cuda-archs "${arch:-sm_90a}")"
 built="$("$python" - "$target" <<'PY'
-import json, pathlib, sys
+import json, pathlib, sys, sysconfig
 
 folder = pathlib.Path(sys.argv[1])
 try:
     info = json.loads((folder / "build_info.json").read_text())
-    print(info["source_hash"] if (folder / info["extension"]).is_file() else "")
+    of_this_python = info["extension"].endswith(sysconfig.get_config_var("EXT_SUFFIX"))
+    print(info["source_hash"] if of_this_python and (folder / info["extension"]).is_file() else "")
 except (OSError, ValueError, KeyError):
     print("")
 PY
@@ -130,9 +133,10 @@ exec 9>"$build/.lock"
 command -v flock >/dev/null && { flock -w 900 9 || fail "another build holds $build/.lock for 15 minutes" "stop it, then run again"; }
 
 # CMake keeps what it learnt about a compiler, even about one that did not work, and forgets the other settings when it
-# is given another.
-cached="$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt" 2>/dev/null || true)"
-[ "$cached" = "$compiler" ] || rm -rf "$build/CMakeCache.txt" "$build/CMakeFiles"
+# is given another. Of another Python it finds nothing.
+cached() { sed -n "s/^$1:[A-Z]*=//p" "$build/CMakeCache.txt" 2>/dev/null || true; }
+[ "$(cached CMAKE_CXX_COMPILER)" = "$compiler" ] && [ "$(cached Python_EXECUTABLE)" = "$python" ] ||
+  rm -rf "$build/CMakeCache.txt" "$build/CMakeFiles"
 
 log="$build/build.log"
 "$cmake" -S "$root/csrc" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \

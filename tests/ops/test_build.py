@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -61,26 +62,35 @@ def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment, mess
     assert "\nhint: " in result.stderr
 
 
-SMALL_PROJECT = """
+SMALL_PROJECT = r"""
 cmake_minimum_required(VERSION 3.22)
 project(small LANGUAGES CXX)
 add_library(small OBJECT EXCLUDE_FROM_ALL small.cpp)
 target_compile_features(small PRIVATE cxx_std_17)
-file(WRITE "${CMAKE_BINARY_DIR}/_kernels.so" "")
-file(WRITE "${CMAKE_BINARY_DIR}/build_info.json" [[{
-  "extension": "_kernels.so", "cpu_ops": [], "isa_paths": [], "compiler": "", "cuda_ops": [], "cuda_why_not": "small"
-}]])
+find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+set(extension "_kernels.${Python_SOABI}.so")
+file(WRITE "${CMAKE_BINARY_DIR}/${extension}" "")
+file(WRITE "${CMAKE_BINARY_DIR}/build_info.json" "{
+  \"extension\": \"${extension}\", \"python\": \"${Python_EXECUTABLE}\",
+  \"cpu_ops\": [], \"isa_paths\": [], \"compiler\": \"\", \"cuda_ops\": [], \"cuda_why_not\": \"small\"
+}")
 """
+
+
+def small_project(folder: Path) -> Path:
+    """Return a checkout whose kernels are one empty file."""
+    (folder / "csrc").mkdir()
+    (folder / "moe_optimizer" / "ops").mkdir(parents=True)
+    for name in ("build.sh", "csrc/build_info.py"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "csrc" / "CMakeLists.txt").write_text(SMALL_PROJECT, encoding="ascii")
+    (folder / "csrc" / "small.cpp").touch()
+    return folder
 
 
 @pytest.mark.thorough
 def test_a_compiler_that_works_builds_after_one_that_did_not(tmp_path: Path) -> None:
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "moe_optimizer" / "ops").mkdir(parents=True)
-    for name in ("build.sh", "csrc/build_info.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "csrc" / "CMakeLists.txt").write_text(SMALL_PROJECT, encoding="ascii")
-    (tmp_path / "csrc" / "small.cpp").touch()
+    small_project(tmp_path)
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho broken 1.0\n", encoding="ascii")
     broken.chmod(0o755)
@@ -90,7 +100,39 @@ def test_a_compiler_that_works_builds_after_one_that_did_not(tmp_path: Path) -> 
     assert "cmake could not" in failed.stderr
     worked = build(root=tmp_path)
     assert worked.returncode == 0, worked.stderr
-    assert "kernels built: moe_optimizer/ops/_kernels.so" in worked.stdout
+    assert f"kernels built: moe_optimizer/ops/_kernels{sysconfig.get_config_var('EXT_SUFFIX')}" in worked.stdout
+
+
+# CMake would take another Python, and a module for it, without a word.
+@pytest.mark.thorough
+def test_a_relative_path_names_the_python_that_is_built_for(tmp_path: Path) -> None:
+    small_project(tmp_path)
+    relative = os.path.relpath(sys.executable)
+    result = build(root=tmp_path, PYTHON=relative)
+    assert result.returncode == 0, result.stderr
+    info = json.loads((tmp_path / "moe_optimizer" / "ops" / "build_info.json").read_text(encoding="utf-8"))
+    assert info["python"] == sys.executable
+
+
+@pytest.mark.thorough
+def test_a_module_of_another_python_is_not_up_to_date(tmp_path: Path) -> None:
+    ops = small_project(tmp_path) / "moe_optimizer" / "ops"
+    assert build(root=tmp_path).returncode == 0
+    info = json.loads((ops / "build_info.json").read_text(encoding="utf-8"))
+    other = "_kernels.cpython-310-x86_64-linux-gnu.so"
+    (ops / info["extension"]).rename(ops / other)
+    (ops / "build_info.json").write_text(json.dumps(info | {"extension": other, **_hash(tmp_path)}), encoding="utf-8")
+    result = build(root=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "kernels built" in result.stdout
+
+
+def _hash(root: Path) -> dict[str, str]:
+    """Return the hash of a checkout's sources, as a build keeps it."""
+    compiler = shutil.which("g++") or shutil.which("c++") or "c++"
+    command = [sys.executable, str(root / "csrc" / "build_info.py"), "hash", "--compiler", compiler]
+    command += ["--cuda-archs", "sm_90a"]
+    return {"source_hash": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
 
 
 # The compiler would refuse the kernels too, after a minute and with a page of instructions it does not know.
