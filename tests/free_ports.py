@@ -14,15 +14,11 @@ _reserved: list[socket.socket] = []
 
 def free_port() -> int:
     """Return a port that nobody listens on, and that no other test here is given while this process lives."""
-    return _free_ports(1)
+    return free_ports(1)
 
 
-def four_free_ports() -> int:
-    """Return the first of four such ports in a row: a group of servers takes as many."""
-    return _free_ports(4)
-
-
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
+    """Return the first of so many such ports in a row: a group takes one for each server, and two for its router."""
     for _ in range(1000):
         first = random.randrange(_RANGE.start, _RANGE.stop - count)
         names: list[socket.socket] = []

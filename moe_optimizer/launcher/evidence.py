@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traff
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
 from moe_optimizer.plan.decision import Status
-from moe_optimizer.plan.pass_params import KvCacheParams
+from moe_optimizer.plan.pass_params import DisaggregationParams, KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.outcome import Outcome, judge
 from moe_optimizer.proof.record import Proof, read_proofs
@@ -60,7 +61,9 @@ class Evidence:
             pause: sleeps for some seconds, and raises when waiting is pointless.
         """
         if self._is_on(TRANSFER_PASS):
-            self._observed[TRANSFER_PASS] = while_pausing(pause, lambda: observed_transfer(self._deployment))
+            prefill = self._plan.decision(TRANSFER_PASS).params_as(DisaggregationParams).prefill_servers
+            transfer = functools.partial(observed_transfer, self._deployment, prefill_servers=prefill)
+            self._observed[TRANSFER_PASS] = while_pausing(pause, transfer)
             if self._plan.decision(TIER_PASS).params_as(KvCacheParams).offload_gib is not None:
                 self._observed[TIER_PASS] = while_pausing(pause, lambda: observed_tier(self._deployment))
         if self._is_on(REPLICAS_PASS):

@@ -12,7 +12,7 @@ from moe_optimizer.launcher.warm_up import Kernels, WarmUp, WarmUpResult
 from moe_optimizer.launcher.warm_up_memory import WarmUpMemory
 from moe_optimizer.launcher.warm_up_requests import Shapes, groups_for
 from moe_optimizer.plan.decision import Status
-from moe_optimizer.plan.pass_params import GraphCaptureParams, ParallelismParams, SchedulerParams
+from moe_optimizer.plan.pass_params import DisaggregationParams, GraphCaptureParams, ParallelismParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import read_proofs
 
@@ -26,14 +26,18 @@ def warm_up_deployment(
     pause: Callable[[float], None],
     say: Callable[[str], None],
 ) -> WarmUpResult:
-    """Warm up the servers of a run, each for itself; prefill and decode servers together, through their router.
+    """Warm up the servers of a run, each for itself; prefill and decode servers together, through their router: it
+    deals in turns, so each request is sent to it as often as brings it to every server.
 
     One server alone is spared what an earlier start of its plan has left.
 
     Args: as `WarmUp`.
     """
-    together = plan.decision("disaggregation").status is Status.ON
-    services = (deployment.front,) if together else deployment.servers
+    split = plan.decision("disaggregation").params
+    together = isinstance(split, DisaggregationParams)
+    services = deployment.servers
+    if isinstance(split, DisaggregationParams):
+        services = (deployment.front,) * max(split.prefill_servers, split.decode_servers)
     steps = plan.decision("scheduler").params_as(SchedulerParams)
     shapes = Shapes(
         max_num_seqs=steps.max_num_seqs,

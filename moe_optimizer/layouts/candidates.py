@@ -10,7 +10,8 @@ from moe_optimizer.specs.layout import Layout
 
 
 def candidates(question: LayoutQuestion) -> Iterator[Layout]:
-    """Yield every layout, the smallest server first; of each shape as many replicas as there are GPUs for.
+    """Yield every layout, the smallest server first; of each shape as many replicas as there are GPUs for, and on one
+    machine every way to divide as many servers between prompts and answers.
 
     TP stays inside a machine, because every layer waits for it; pipeline stages and data parallel copies may lie on
     several. A server takes whole machines or a part of one.
@@ -74,5 +75,7 @@ def _of_shape(question: LayoutQuestion, tensor: int, data: int, stages: int, *, 
     }
     if count:
         yield Layout(**shape, replicas=count)
-    if stages == 1 and 2 * server <= each:
-        yield Layout(**shape, disaggregated=True)
+    if stages == question.num_machines == 1:
+        servers = min(each // server, question.servers_of_split or each)
+        for prefill in range(1, servers):
+            yield Layout(**shape, replicas=servers - prefill, prefill_servers=prefill)

@@ -39,7 +39,9 @@ class LayoutQuestion:
     gpus_per_machine: int
     num_machines: int = 1
     servers_per_machine: int | None = None
-    """Most servers that share a machine; None: as many as there is room for."""
+    """Most servers that share a machine, each for itself; None: as many as there is room for."""
+    servers_of_split: int | None = None
+    """Most prefill and decode servers together; None: as many as there is room for."""
     clients: int
     """Clients of a closed loop, over all servers."""
     input_tokens: int

@@ -129,7 +129,7 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
     """Return why a layout that is predicted to be better for a goal than the chosen one is not taken; "": it is not."""
     if _score(prediction, goal) >= _score(chosen, goal):
         return ""
-    if prediction.layout.disaggregated:
+    if prediction.layout.disaggregated and not chosen.layout.disaggregated:
         return "prefill and decode apart come last"
     if _last(prediction, goal) > _last(chosen, goal):
         return "more requests wait for room in the cache"

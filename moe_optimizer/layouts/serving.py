@@ -101,12 +101,14 @@ def predict(
     running = min(most, half)
     dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
     model, step_tokens = StepModel(question, layout), request.max_num_batched_tokens
-    loop = _Loop(question, model, running, _beside(question, layout), dropped, step_tokens=step_tokens)
+    active = min(question.clients, running * engines)
+    # Prefill servers read the prompts of all requests that run on the decode servers.
+    read = math.ceil(active / (layout.prefill_servers * layout.data_parallel_size)) if layout.disaggregated else running
+    loop = _Loop(question, model, running, _beside(question, layout), dropped, read=read, step_tokens=step_tokens)
     api_servers = question.api_servers or loop.api_servers()
     times = loop.times(api_servers / layout.data_parallel_size)
     waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
     waiting = clients - running
-    active = min(question.clients, running * engines)
     return Prediction(
         layout=layout,
         memory=memory,
@@ -144,7 +146,9 @@ class _Times:
 
 
 class _Loop:
-    """`running` requests of one engine, again and again; `dropped` of them are read twice."""
+    """`running` requests of one engine, again and again; `dropped` of them are read twice. Where servers of their own
+    read the prompts, each of their engines reads those of `read` requests meanwhile.
+    """
 
     def __init__(
         self,
@@ -154,9 +158,10 @@ class _Loop:
         beside: float,
         dropped: int,
         *,
+        read: int,
         step_tokens: int,
     ) -> None:
-        self.model, self._question, self._running, self._dropped = model, question, running, dropped
+        self.model, self._question, self._read, self._dropped = model, question, read, dropped
         layout, stages = model.layout, model.layout.pipeline_parallel_size
         prompt, answer = question.input_tokens, question.output_tokens
         # The stages of a pipeline work on as many groups of the sequences at once.
@@ -180,7 +185,7 @@ class _Loop:
         """Set in how many steps the other prompts are read, and how long those take: a step reads, as far as it has
         room, the prompts that came in during the step before.
         """
-        prompt, others = self._question.input_tokens, self._running - 1
+        prompt, others = self._question.input_tokens, self._read - 1
         self._others = math.ceil(others * prompt / self._room)
         while self._others:
             read = replace(self._beside, prompt=others * prompt / self._others)
@@ -209,7 +214,7 @@ class _Loop:
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
-        question, layout, running = self._question, self.model.layout, self._running
+        question, layout, read = self._question, self.model.layout, self._read
         prompt, answer = question.input_tokens, question.output_tokens
         share = self._front_end / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
@@ -218,19 +223,19 @@ class _Loop:
         taking_us = share * (fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt)
         self._read_in_steps(taking_us)
         # A step reads no more prompts than the process has taken in, which sends tokens out meanwhile.
-        taken_us = (running - 1) * taking_us + self._others * sending_us / 2
+        taken_us = (read - 1) * taking_us + self._others * sending_us / 2
         others_us = max(self._others_us, taken_us)
         reads = self._alone + self._others
         read_us = (self._alone_us + others_us) / reads
         each_us = others_us / max(1, self._others)
         waited_us, slower = self._waiting(each_us, write_us, taking_us, idle=1 - sending_us / write_us)
-        first_us = self._alone_us + (running - 1) / running * waited_us
+        first_us = self._alone_us + (read - 1) / read * waited_us
         first_us += (layout.pipeline_parallel_size - 1) * read_us
         more_tokens = max(1, answer - 1)
         delay_us = 0.0
         if layout.disaggregated:
             sent = prompt * kv_bytes_per_token(question.memory)
-            first_us += send_us(sent, question.gpu, across_machines=question.num_machines > 1).value
+            first_us += send_us(sent, question.gpu, across_machines=False).value
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = self._dropped * (prompt + answer / 2) / self._room
@@ -255,12 +260,12 @@ class _Loop:
         front end, which is `idle` for a share of its time, has taken them in. They wait for the step that runs, and for
         those that ended in the steps before. In the last round nothing is read for those that ended.
         """
-        others, running, question = self._others, self._running, self._question
+        others, read, question = self._others, self._read, self._question
         if not others:
             return 0.0, 0.0
         at_once = 0.0 if question.rounds is None else 1 / max(1.0, question.rounds)
         steps = question.input_tokens / self._room
-        taken_us = min(running - 1, 1 / steps) / 2 * taking_us
+        taken_us = min(read - 1, 1 / steps) / 2 * taking_us
         coming_us = fitted.REQUEST_US + taken_us / max(_LEAST_IDLE, idle)
         ahead_at_once = (others - 1) / 2
         ahead = min(max(0.0, coming_us / write_us - 1), ahead_at_once)
@@ -274,5 +279,5 @@ class _Loop:
         ahead = at_once * ahead_at_once + (1 - at_once) * ahead
         return (
             at_once * at_once_us + (1 - at_once) * in_turn_us,
-            others - (running - 1) / running * (ahead + 1),
+            others - (read - 1) / read * (ahead + 1),
         )

@@ -1,4 +1,4 @@
-"""Decides whether prefill and decode get servers of their own, and plans the two."""
+"""Decides whether prefill and decode get servers of their own, and plans these."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from moe_optimizer.plan_context.routed_servers import (
     undividable_cpu,
     unsafe_flag,
 )
+from moe_optimizer.specs.quantity import number_of
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-"""In the order in which a request passes through them, with what vLLM calls their part."""
+"""What vLLM calls the part of a server."""
 _SIDE_CHANNEL_OFFSET = 100
 """Chosen: from the plan's port to NIXL's own; each server takes one for each of its processes."""
 _NIXL = "NixlConnector"
@@ -41,72 +42,81 @@ _UNSAFE_FLAGS = {
     "--enable-kv-tiering adds one beside it",
     **UNSAFE_FLAGS,
 }
-"""Arguments of the user's that the two servers cannot have, and why."""
+"""Arguments of the user's that the servers cannot have, and why."""
 
 
 class Disaggregation(OptimizationPass):
-    """One server only reads prompts, another only writes answers, with a router before them.
+    """Some servers only read prompts, the others only write answers, with a router before them.
 
-    Long prompts then no longer hold up running answers. The pass stands first, because all others plan one of the two
-    servers: each has half of the devices.
+    Long prompts then no longer hold up running answers. The pass stands first, because all others plan one of the
+    servers, which have equal shares of the devices.
     """
 
     name = "disaggregation"
     flag = "disaggregation"
     title = "separate servers for prefill and decode"
     limits = (
-        "tunes latency, not throughput: each server holds the whole model and has half of the devices, and every "
-        "prompt's cache travels between them"
+        "tunes latency, not throughput: each server holds the whole model on its share of the devices, and every "
+        "prompt's cache travels between them; requests are dealt in turns, so prompts with a common beginning may meet "
+        "different caches; on one machine"
     )
     no_gain = "how often a long prompt holds up answers depends on the traffic, and the model is of one step"
 
     def why_not(self, ctx: PlanContext) -> str:
-        """Needs devices for two servers, and arguments that both can have."""
-        if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
-            return f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
+        """Needs devices for all servers, and arguments that they can have."""
+        servers = sum(_counts(ctx))
+        if ctx.device == "cuda" and ctx.num_gpus < servers:
+            return f"needs at least {servers} GPUs, one for each server, found {ctx.num_gpus}"
         why_not = unsafe_flag(ctx, _UNSAFE_FLAGS)
         if ctx.device == "cpu":
-            why_not = why_not or undividable_cpu(ctx, len(_ROLES))
+            why_not = why_not or undividable_cpu(ctx, servers)
             if not why_not and ctx.model.state_bytes_per_sequence:
                 why_not = "the model keeps a state beside its cache, which does not travel over a shared folder"
         return why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Return two servers where they are asked for by name; nothing measured says when they pay."""
+        """Return the servers where they are asked for by name, or are of the chosen layout; nothing measured says when
+        they pay.
+        """
         chosen = ctx.layout is not None and ctx.layout.disaggregated
         if ctx.wish(self.name)[0] is Wish.AUTO and not chosen:
             return self.when_off(ctx, "it trades throughput for steadier latency; --enable-disaggregation asks for it")
-        each, idle = divmod(ctx.num_gpus, len(_ROLES))
-        where = f"{each} GPU{'s' if each > 1 else ''}" if ctx.device == "cuda" else "half of the cores"
+        prefill, decode = _counts(ctx)
+        each, idle = divmod(ctx.num_gpus, prefill + decode)
+        share = number_of(each, "GPU") if ctx.device == "cuda" else "its share of the cores"
         connector = _NIXL if ctx.device == "cuda" else _SHARED_FOLDER
         return self.decision(
             ctx,
             Status.ON,
-            f"prefill + decode, {connector}",
-            f"prompts are read on {where} and answers written on as many, so that a long prompt does not hold up "
-            "running answers",
+            f"{prefill} prefill + {decode} decode, {connector}",
+            f"{number_of(prefill, 'server')} for prompts and {decode} for answers, each on {share}, so that a long "
+            "prompt does not hold up running answers",
             Applier.SERVERS,
             rejected={"auto": "no record says for which load it pays"},
-            params=DisaggregationParams(num_servers=len(_ROLES), connector=connector),
+            params=DisaggregationParams(prefill_servers=prefill, decode_servers=decode, connector=connector),
             warnings=(f"disaggregation leaves {idle} of {ctx.num_gpus} GPUs idle",) if idle else (),
         )
 
     def server_group(self, ctx: PlanContext, serve_args: ServeArguments) -> ServerGroup:
-        """Return the two servers and the router, which takes the plan's address; the servers have the ports after it.
+        """Return the servers and the router, which takes the plan's address; the servers have the ports after it.
 
         Raises:
             InputError: there are no such ports.
         """
-        processes = ctx.parallelism.num_devices
-        needed = len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes
+        params = ctx.decided[self.name].params_as(DisaggregationParams)
+        names = [f"prefill-{index}" for index in range(params.prefill_servers)]
+        names += [f"decode-{index}" for index in range(params.decode_servers)]
+        needed = len(names) + 1
+        if ctx.device == "cuda":
+            needed = len(names) * _SIDE_CHANNEL_OFFSET + ctx.parallelism.num_devices
         port = plan_port(serve_args, ports_after=needed, asked_by=self.name)
-        servers = local_servers(ctx, serve_args, port, list(_ROLES))
-        parts = [word for server in servers for word in (f"--{server.name}", server_url(server))]
+        servers = local_servers(ctx, serve_args, port, names)
+        parts = [word for server in servers for word in (f"--{_part(server)}", server_url(server))]
         roles = tuple(
             self._role(ctx, server, port + count * _SIDE_CHANNEL_OFFSET) for count, server in enumerate(servers, 1)
         )
-        # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
-        common = router_args(serve_args, port, len(_ROLES))
+        # In turns, of each part for itself: the default policy keeps a tree of all prompts.
+        common = router_args(serve_args, port, len(servers))
         return ServerGroup(servers=roles, router_args=ServeArguments("--vllm-pd-disaggregation", *parts) + common)
 
     def _role(self, ctx: PlanContext, server: ServerRole, side_channel: int) -> ServerRole:
@@ -114,7 +124,7 @@ class Disaggregation(OptimizationPass):
         connector = ctx.decided[self.name].params_as(DisaggregationParams).connector
         transfer: dict[str, Any] = {
             "kv_connector": connector,
-            "kv_role": _ROLES[server.name],
+            "kv_role": _ROLES[_part(server)],
             "kv_connector_module_path": _MODULES[connector],
         }
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
@@ -126,6 +136,19 @@ class Disaggregation(OptimizationPass):
             transfer = _beside_tier(transfer, offload_gib)
         own = ServeArguments("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return dataclasses.replace(server, serve_args=server.serve_args + own, serve_env=environment)
+
+
+def _counts(ctx: PlanContext) -> tuple[int, int]:
+    """Return how many servers read prompts and how many write answers."""
+    if ctx.layout is not None and ctx.layout.disaggregated:
+        return ctx.layout.prefill_servers, ctx.layout.replicas
+    asked = ctx.profile.passes.disaggregation
+    return asked.prefill_servers or 1, asked.decode_servers or 1
+
+
+def _part(server: ServerRole) -> str:
+    """Return "prefill" or "decode"."""
+    return server.name.partition("-")[0]
 
 
 def _beside_tier(transfer: dict[str, Any], offload_gib: int) -> dict[str, Any]:

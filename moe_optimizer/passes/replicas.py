@@ -44,7 +44,7 @@ class Replicas(OptimizationPass):
         if ctx.request.num_nodes > 1:
             why_not = "it divides one machine; over several, parallelism.across_nodes says what each serves"
         elif ctx.num_servers > 1:
-            why_not = "disaggregation already divides the devices between two servers"
+            why_not = "disaggregation already divides the devices between its servers"
         elif ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)
         elif ctx.num_gpus < max(2, _asked(ctx) or 0):

@@ -14,9 +14,15 @@ from moe_optimizer.specs.triton_shape import TritonShape
 class DisaggregationParams:
     """Prefill and decode in separate servers."""
 
-    num_servers: int
+    prefill_servers: int
+    decode_servers: int
     connector: str
     """vLLM's name of the KV connector between them."""
+
+    @property
+    def num_servers(self) -> int:
+        """Servers of both kinds."""
+        return self.prefill_servers + self.decode_servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

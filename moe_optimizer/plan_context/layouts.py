@@ -86,7 +86,7 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
     origin = f"flag --layout {layout.name}"
     needed = {
         # Over several machines no router is planned: servers of parts of them know nothing of each other.
-        "replicas": layout.replicas > 1 and ctx.request.num_nodes == 1,
+        "replicas": layout.replicas > 1 and not layout.disaggregated and ctx.request.num_nodes == 1,
         "disaggregation": layout.disaggregated,
         "parallelism.expert_parallel": layout.expert_parallel,
     }
@@ -191,6 +191,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         gpus_per_machine=ctx.num_gpus,
         num_machines=request.num_nodes,
         servers_per_machine=_most_servers(ctx),
+        servers_of_split=_servers_of_split(ctx),
         clients=ctx.clients,
         input_tokens=ctx.workload.input_tokens,
         output_tokens=ctx.workload.output_tokens,
@@ -259,6 +260,16 @@ def _most_servers(ctx: PlanContext) -> int | None:
     return ctx.section("replicas").count
 
 
+def _servers_of_split(ctx: PlanContext) -> int | None:
+    """Return how many prefill and decode servers there may be together; None: as many as fit."""
+    if ctx.request.layout is not None:
+        return parse_layout(ctx.request.layout).num_servers
+    asked = ctx.profile.passes.disaggregation
+    if asked.prefill_servers is None or asked.decode_servers is None:
+        return None
+    return asked.prefill_servers + asked.decode_servers
+
+
 def _allows(
     ctx: PlanContext, layout: Layout, pinned: Layout | None, *, sizes: tuple[int | None, int | None] | None = None
 ) -> bool:
@@ -271,7 +282,8 @@ def _allows(
         experts = Wish.ON if ctx.pinned.is_on("--enable-expert-parallel") else Wish.OFF
     needs_experts = experts is Wish.ON or _is_on(ctx, "expert_placement", "dual_batch_overlap")
     needs_one_copy = _is_on(ctx, "expert_load")
-    several = layout.replicas > ctx.request.num_nodes
+    several = layout.replicas > ctx.request.num_nodes and not layout.disaggregated
+    split = ctx.profile.passes.disaggregation
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
     piped, machines = layout.pipeline_parallel_size, -(-layout.devices_of_stage // ctx.num_gpus)
     across_nodes = "pipeline" if piped > 1 else "data_parallel" if machines > 1 else "replicas"
@@ -289,7 +301,8 @@ def _allows(
             ctx.wish("replicas")[0] is not Wish.ON or several,
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
-            nodes == 1 or not layout.disaggregated,
+            not layout.disaggregated or split.prefill_servers in (None, layout.prefill_servers),
+            not layout.disaggregated or split.decode_servers in (None, layout.replicas),
             piped in (1, nodes),
             # The copies of a server lie on several machines with whole experts only.
             machines == 1 or layout.expert_parallel,
@@ -329,7 +342,9 @@ def _how_to_get(ctx: PlanContext, layout: Layout) -> str | None:
         return None
     if needed <= most * ctx.request.num_nodes:
         return f"--gpus {needed}"
-    return None if needed % most else f"moe-optimizer plan --gpus {needed} --nodes {needed // most}"
+    if needed % most or layout.disaggregated:
+        return None
+    return f"moe-optimizer plan --gpus {needed} --nodes {needed // most}"
 
 
 def _why_not_over_machines(ctx: PlanContext, layout: Layout) -> str:
@@ -337,6 +352,8 @@ def _why_not_over_machines(ctx: PlanContext, layout: Layout) -> str:
     machine = f"a machine of {ctx.num_gpus} GPUs"
     if layout.tensor_parallel_size > ctx.num_gpus:
         return f"slices of a layer stay in {machine}"
+    if layout.disaggregated:
+        return "prefill and decode servers share one machine"
     if layout.pipeline_parallel_size > 1:
         return f"each of the {layout.pipeline_parallel_size} stages of a pipeline has {machine}"
     return ""
@@ -423,7 +440,8 @@ def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
     words += [behind] if words and behind else []
     if words:
         return ", ".join(words)
-    return "prefill and decode apart gain nothing here" if each.layout.disaggregated else "the same within 0.5 %"
+    splits = each.layout.disaggregated and not chosen.layout.disaggregated
+    return "prefill and decode apart gain nothing here" if splits else "the same within 0.5 %"
 
 
 def _rounded(value: float) -> float:

@@ -150,6 +150,17 @@ class KvCacheSection(PassSection):
     """native: vLLM's own; lmcache: an LMCache server beside it, which must be installed and running."""
 
 
+class DisaggregationSection(PassSection):
+    """Prefill and decode in servers of their own, behind a router. Without numbers the search over layouts takes those
+    that are best for the goal; where nothing is predicted, as on the CPU, it is one of each.
+    """
+
+    prefill_servers: int | None = Field(default=None, ge=1, le=64)
+    """How many servers read prompts; null: see above."""
+    decode_servers: int | None = Field(default=None, ge=1, le=64)
+    """How many servers write answers; null: see above."""
+
+
 class ReplicasSection(PassSection):
     """Whole servers behind a router."""
 
@@ -231,7 +242,7 @@ class Passes(Section):
     parallelism: ParallelismSection = ParallelismSection()
     graph_capture: GraphCaptureSection = GraphCaptureSection()
     kv_cache: KvCacheSection = KvCacheSection()
-    disaggregation: PassSection = PassSection()
+    disaggregation: DisaggregationSection = DisaggregationSection()
     replicas: ReplicasSection = ReplicasSection()
     dual_batch_overlap: DualBatchOverlapSection = DualBatchOverlapSection()
     four_bit: FourBitSection = FourBitSection(mode="off")

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from moe_optimizer.errors import InputError
 
-_GRAMMAR = re.compile(r"tp([1-9]\d{0,3})(?:dp([1-9]\d{0,3}))?(ep)?(?:pp([1-9]\d{0,3}))?(?:x([1-9]\d{0,3})|(pd))?")
+_GRAMMAR = re.compile(
+    r"tp([1-9]\d{0,3})(?:dp([1-9]\d{0,3}))?(ep)?(?:pp([1-9]\d{0,3}))?"
+    r"(?:x([1-9]\d{0,3})|p([1-9]\d{0,3})d([1-9]\d{0,3}))?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to use a number of GPUs. Its name is short and unique: "tp4x2", "tp2dp4ep", "tp8pp2", "tp1pd"."""
+    """One way to use a number of GPUs. Its name is short and unique: "tp4x2", "tp2dp4ep", "tp8pp2", "tp1p1d3"."""
 
     tensor_parallel_size: int = 1
     """GPUs that share each layer of a copy of the attention part; always of one machine."""
@@ -23,9 +26,14 @@ class Layout:
     pipeline_parallel_size: int = 1
     """Groups of GPUs that hold successive layers."""
     replicas: int = 1
-    """Servers that know nothing of each other, behind a router."""
-    disaggregated: bool = False
-    """One server of this shape reads prompts and a second one writes answers; then `replicas` is 1."""
+    """Servers that write answers. They know nothing of each other and stand behind a router."""
+    prefill_servers: int = 0
+    """Further servers, which read the prompts for those; 0: every server reads its own."""
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether some servers only read prompts and the others only write answers."""
+        return self.prefill_servers > 0
 
     @property
     def devices_of_stage(self) -> int:
@@ -40,12 +48,12 @@ class Layout:
     @property
     def num_servers(self) -> int:
         """Servers of all kinds."""
-        return 2 if self.disaggregated else self.replicas
+        return self.prefill_servers + self.replicas
 
     @property
     def num_engines(self) -> int:
         """Copies of all servers that write answers, each with requests of its own."""
-        return self.data_parallel_size * (1 if self.disaggregated else self.replicas)
+        return self.data_parallel_size * self.replicas
 
     @property
     def num_devices(self) -> int:
@@ -59,8 +67,10 @@ class Layout:
         parts += [f"dp{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
         parts += ["ep"] if self.expert_parallel else []
         parts += [f"pp{self.pipeline_parallel_size}"] if self.pipeline_parallel_size > 1 else []
-        parts += [f"x{self.replicas}"] if self.replicas > 1 else []
-        parts += ["pd"] if self.disaggregated else []
+        if self.disaggregated:
+            parts += [f"p{self.prefill_servers}d{self.replicas}"]
+        elif self.replicas > 1:
+            parts += [f"x{self.replicas}"]
         return "".join(parts)
 
 
@@ -73,15 +83,16 @@ def parse_layout(text: str) -> Layout:
     found = _GRAMMAR.fullmatch(text.strip().lower())
     if found is None:
         raise InputError(
-            f"layout: got {text!r:.80}, expected tpN[dpN][ep][ppN][xN|pd]",
-            hint="tp4x2 is two servers of four GPUs each, tp1dp8ep one server with whole experts on eight",
+            f"layout: got {text!r:.80}, expected tpN[dpN][ep][ppN][xN|pNdN]",
+            hint="tp4x2 is two servers of four GPUs each, tp1dp8ep one server with whole experts on eight, tp2p1d3 one "
+            "server of two GPUs that reads prompts and three that write the answers",
         )
-    tensor, data, expert, pipeline, replicas, split = found.groups()
+    tensor, data, expert, pipeline, replicas, prefill, decode = found.groups()
     return Layout(
         tensor_parallel_size=int(tensor),
         data_parallel_size=int(data or 1),
         expert_parallel=bool(expert),
         pipeline_parallel_size=int(pipeline or 1),
-        replicas=int(replicas or 1),
-        disaggregated=bool(split),
+        replicas=int(replicas or decode or 1),
+        prefill_servers=int(prefill or 0),
     )

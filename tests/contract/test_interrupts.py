@@ -13,7 +13,7 @@ import pytest
 
 from moe_optimizer.inspection.kernel_speeds import read_tables
 from tests.eventually import eventually, is_running
-from tests.free_ports import four_free_ports
+from tests.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -74,7 +74,7 @@ def test_a_stop_while_kernels_are_measured_says_so_and_leaves_at_most_a_table_to
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    words = ["--port", str(four_free_ports()), "--run-dir", str(tmp_path / "run"), "--calibrate", "60"]
+    words = ["--port", str(free_ports(4)), "--run-dir", str(tmp_path / "run"), "--calibrate", "60"]
     with subprocess.Popen(
         [sys.executable, "-m", "moe_optimizer", "serve", str(TINY_MOE), *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -24,7 +24,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import model_holders
 from tests.builders import cpu_machine, made_plan, tiny_moe
-from tests.free_ports import four_free_ports
+from tests.free_ports import free_ports
 from tests.run_processes import processes_of
 from tests.served_until import serve
 
@@ -63,7 +63,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         os.kill(info.servers[1].pid, signal.SIGKILL)
 
     plan = made_plan(
-            tiny_moe(), cpu_machine(cores=2), port=four_free_ports(), required=frozenset({"replicas", "flash_dmoe"}),
+            tiny_moe(), cpu_machine(cores=2), port=free_ports(4), required=frozenset({"replicas", "flash_dmoe"}),
             wishes=resolve_wishes(["replicas"], ["expert-load"]),
         )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

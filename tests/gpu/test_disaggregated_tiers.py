@@ -15,7 +15,7 @@ from moe_optimizer.launcher.kv_transfer import received_tokens
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.pass_params import KvCacheParams
-from tests.free_ports import four_free_ports
+from tests.free_ports import free_ports
 from tests.gpu.plans import gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
@@ -56,7 +56,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "--num-gpu-blocks-override", str(BLOCKS), "--block-size", str(BLOCK),
         wishes=resolve_wishes(asked, ()),
         required=frozenset({"disaggregation", "kv_cache.tiering"}),
-        port=four_free_ports(),
+        port=free_ports(4),
         max_model_len=512,
         batch_size=8,
         num_gpus=GPUS,

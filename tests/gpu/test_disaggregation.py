@@ -20,7 +20,7 @@ from moe_optimizer.launcher.kv_transfer import received_tokens
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from tests.free_ports import four_free_ports
+from tests.free_ports import free_ports
 from tests.gpu.plans import gpu_plan
 from tests.run_processes import processes_of
 from tests.served_until import serve
@@ -65,7 +65,7 @@ def make() -> Plan:
         "--logprobs-mode", "raw_logits", "--enforce-eager", "--no-enable-prefix-caching",
         wishes=resolve_wishes((PASS,), ()),
         required=frozenset({PASS}),
-        port=four_free_ports(),
+        port=free_ports(4),
         max_model_len=1024,
         batch_size=16,
         num_gpus=GPUS,
@@ -132,6 +132,6 @@ def test_a_chat_is_streamed_through_the_router(seen: Seen) -> None:
 
 def test_the_death_of_the_prefill_server_ends_everything_and_names_it(seen: Seen) -> None:
     assert seen.error is not None
-    assert str(seen.error).startswith(("prefill server ended", "prefill server hangs"))
+    assert str(seen.error).startswith(("prefill-0 server ended", "prefill-0 server hangs"))
     assert seen.error.exit_code == 7
     assert processes_of(seen.run_dir) == []

@@ -92,6 +92,7 @@ class Served:
 def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
     """Return a plan of the model on this machine, as the command line makes it; `request` are fields of PlanRequest."""
     fields: dict[str, Any] = {
+        "hardware": probe_hardware(),
         "profile": load_profile("balanced"),
         "port": free_port(),
         "max_model_len": 512,
@@ -100,7 +101,6 @@ def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
     return make_plan(
         PlanRequest(
             model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
             software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
             vllm_args=ServeArguments(*vllm_args),
             **(fields | request),

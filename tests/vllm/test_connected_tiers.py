@@ -14,7 +14,7 @@ import pytest
 
 from tests.vllm.conftest import ROOT
 
-SERVERS = ("prefill", "decode")
+SERVERS = ("prefill-0", "decode-0")
 BLOCK, PROMPT = 128, 300
 """Tokens: two whole blocks and a part."""
 NIXL, TIER = "NixlConnector", "OffloadingConnector"

@@ -14,7 +14,7 @@ from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
 from moe_optimizer.measure.bench import run
 from moe_optimizer.measure.kernel_speeds import tables
-from tests.free_ports import four_free_ports
+from tests.free_ports import free_ports
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 COMMANDS = ("bench", "quality", "tune")
@@ -37,7 +37,7 @@ def refused(measured: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: P
 
     def check(*arguments: str, port: int | None = None) -> str:
         before = sorted(tmp_path.rglob("*"))
-        where = ["--port", str(port or four_free_ports())]
+        where = ["--port", str(port or free_ports(4))]
         assert main([arguments[0], TINY_MOE, *where, *arguments[1:]]) == ExitCode.BAD_INPUT
         assert measured == []
         assert sorted(tmp_path.rglob("*")) == before
@@ -68,7 +68,7 @@ def test_a_plan_of_another_model(
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_port_of_either_side_that_is_taken(command: str, offset: int, refused: Callable[..., str]) -> None:
-    port = four_free_ports()
+    port = free_ports(4)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + offset))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Stands in for vllm-router: hands each request to the prefill server and then to the decode server.
+"""Stands in for vllm-router: hands each request to a prefill server and then to a decode server, of each in turns.
 
 Usage: fake_router.py ROUTER_ARGS... with --prefill, --decode and --port among them.
 """
@@ -6,6 +6,7 @@ Usage: fake_router.py ROUTER_ARGS... with --prefill, --decode and --port among t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -14,15 +15,20 @@ import sys
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    ports = [int(options[name].rpartition(":")[2]) for name in ("--prefill", "--decode")]
-    with socket.create_server(("127.0.0.1", int(options["--port"]))) as listener:
+    options = list(itertools.pairwise(sys.argv[1:]))
+    parts = [
+        [int(value.rpartition(":")[2]) for flag, value in options if flag == part] for part in ("--prefill", "--decode")
+    ]
+    turns = [itertools.cycle(ports) for ports in parts]
+    with socket.create_server(("127.0.0.1", int(dict(options)["--port"]))) as listener:
         while True:
             connection, _ = listener.accept()
             with contextlib.suppress(ConnectionError), connection:
                 request, answer = received(connection), b""
-                for port in ports:
-                    answer = forwarded(request, port)
+                # Only what is to be computed takes turns.
+                computes = request.startswith(b"POST")
+                for ports, turn in zip(parts, turns, strict=True):
+                    answer = forwarded(request, next(turn) if computes else ports[0])
                 connection.sendall(answer)
 
 

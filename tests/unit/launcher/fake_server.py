@@ -18,6 +18,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   escape      start a child that leaves the session
   alone       receive no prompt's cache from another server
   countless   publish no counts
+  idle        count no prompt that it takes
   untiered    copy no blocks to host memory
   compile     compile something for each new shape of a completion
   restless    compile something for every completion
@@ -145,7 +146,7 @@ def compile_for(body: dict[str, Any], behaviour: set[str]) -> None:
 
     folder = Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent
     print("warming" if (folder / WARMING_FILE).exists() else "serving", flush=True)
-    prompts = body["prompt"]
+    prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
     shape: object = [len(prompts), len(prompts[0]), sorted(body)]
     if "restless" in behaviour:
         shape = len(_compiled)
@@ -203,7 +204,8 @@ class Server:
 
     def get(self, stream: io.BufferedRWPair, path: str) -> None:
         if path.startswith("/metrics"):
-            counts = (int("stall" in self.behaviour), self.received, self.asked)
+            taken = 0 if "idle" in self.behaviour else self.asked
+            counts = (int("stall" in self.behaviour), self.received, taken)
             page = METRICS % counts + ("" if "untiered" in self.behaviour else TIERED % (4096 * self.asked))
             self.send(stream, "" if "countless" in self.behaviour else page)
             return

@@ -1,4 +1,4 @@
-"""The launcher with two servers and a router, all stand-ins: real processes that speak real HTTP."""
+"""The launcher with several servers and a router, all stand-ins: real processes that speak real HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError, UnsupportedError
 from moe_optimizer.launcher import deployment, evidence, kv_tier, launch, router, supervisor
+from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.lifeline import this_process
 from moe_optimizer.passes.registry import resolve_wishes
@@ -23,8 +25,8 @@ from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from tests.builders import cpu_machine, gpus, made_plan, qwen3_30b_a3b, tiny_moe, with_arguments
-from tests.free_ports import four_free_ports
+from tests.builders import cpu_machine, gpus, made_plan, profile_with, qwen3_30b_a3b, tiny_moe, with_arguments
+from tests.free_ports import free_ports
 from tests.run_processes import processes_of
 from tests.served_until import serve
 
@@ -35,25 +37,31 @@ Group = Callable[..., Plan]
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    """Makes a plan of two stand-ins with some behaviours."""
+    """Makes a plan of stand-ins, so many for prefill and for decode; the last of each behaves as told."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
     monkeypatch.setattr(deployment, "check_group_can_run", lambda plan: None)
     monkeypatch.setattr(evidence, "PROOF_WAIT_S", 1.0)
     monkeypatch.setattr(supervisor, "NOTICE_S", 1.0)
 
-    def make(*, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = (), port: int | None = None) -> Plan:
+    def make(
+        *,
+        servers: tuple[int, int] = (1, 1),
+        prefill: tuple[str, ...] = (),
+        decode: tuple[str, ...] = (),
+        port: int | None = None,
+    ) -> Plan:
+        numbers = dict(zip(("prefill_servers", "decode_servers"), servers, strict=True))
         plan = made_plan(
             tiny_moe(),
-            cpu_machine(cores=2),
-            port=port or four_free_ports(),
+            cpu_machine(cores=sum(servers)),
+            profile_with(passes={"disaggregation": numbers}),
+            port=port or free_ports(sum(servers) + 2),
             wishes=resolve_wishes(["disaggregation", "flash-dmoe"], ["expert-load"]),
         )
         assert plan.group is not None
-        behaviour = {
-            server.serve_args.value("--port"): {"prefill": prefill, "decode": decode}[server.name]
-            for server in plan.group.servers
-        }
+        last = {f"prefill-{servers[0] - 1}": prefill, f"decode-{servers[1] - 1}": decode}
+        behaviour = {server.serve_args.value("--port"): last.get(server.name, ()) for server in plan.group.servers}
 
         def server_command(_: Plan, arguments: ServeArguments) -> list[str]:
             own = arguments.value("--port")
@@ -73,17 +81,49 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def test_both_servers_and_the_router_are_started_proven_and_stopped(group: Group, tmp_path: Path) -> None:
     plan = group()
     with launch.running(plan, run_dir=tmp_path, require=frozenset({"disaggregation", "flash_dmoe"})) as info:
-        assert [server.name for server in info.servers] == ["prefill server", "decode server"]
+        assert [server.name for server in info.servers] == ["prefill-0 server", "decode-0 server"]
         assert len({info.pid, *(server.pid for server in info.servers)}) == 3
         assert info.base_url.endswith(plan.serve_args.value("--port") or "none")
         rows = {row.pass_name: row for row in info.rows}
-        assert rows["disaggregation"].ran == "yes, 16 tokens received"
+        assert rows["disaggregation"].ran == "yes, 16 tokens received by 1 decode server from 1 prefill"
         assert rows["flash_dmoe"].applied == "yes"
         assert rows["flash_dmoe"].ran.startswith("yes, 1 layer")
         assert [len(server.proofs) for server in info.servers] == [1, 1]
         assert (tmp_path / "kv").is_dir()
     assert processes_of(tmp_path) == []
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("servers", [(1, 2), (2, 1), (2, 3)])
+def test_of_several_servers_each_takes_part_before_they_count_as_ready(
+    group: Group, tmp_path: Path, servers: tuple[int, int]
+) -> None:
+    prefill, decode = servers
+    with launch.running(group(servers=servers), run_dir=tmp_path, require=frozenset({"disaggregation"})) as info:
+        assert len(info.servers) == prefill + decode
+        rows = {row.pass_name: row for row in info.rows}
+        given = int(rows["disaggregation"].ran.split()[1])
+        assert given == 16 * max(servers)
+        taken = [prompt_tokens(ServerClient(server.base_url)) for server in info.servers]
+    assert min(each or 0 for each in taken) > 0
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_a_server_of_several_that_takes_no_part_is_named(group: Group, tmp_path: Path, part: str) -> None:
+    behaviour = {"prefill": ("idle",), "decode": ("alone",)}[part]
+    with launch.running(group(servers=(2, 2), **{part: behaviour}), run_dir=tmp_path) as info:
+        (row,) = [row for row in info.rows if row.pass_name == "disaggregation"]
+    assert row.ran == "no"
+    assert row.why_not.endswith(f": {part}-1 server")
+
+
+def test_a_warm_up_reaches_every_server(group: Group, tmp_path: Path) -> None:
+    plan = group(servers=(2, 3), prefill=("compile",), decode=("compile",))
+    with launch.running(plan, run_dir=tmp_path, warm_up_s=60.0) as info:
+        compiled = {server.name: [each.compilations for each in server.proofs] for server in info.servers}
+    for name in ("prefill-1 server", "decode-2 server"):
+        assert any(each is not None and each.before_ready for each in compiled[name]), name
 
 
 def with_tier(plan: Plan) -> Plan:
@@ -97,7 +137,7 @@ def with_tier(plan: Plan) -> Plan:
 def test_a_tier_is_looked_for_on_both_servers(group: Group, tmp_path: Path) -> None:
     with launch.running(with_tier(group()), run_dir=tmp_path, require=frozenset({"kv_cache"})) as info:
         rows = {row.pass_name: row for row in info.rows}
-        assert rows["disaggregation"].ran == "yes, 16 tokens received"
+        assert rows["disaggregation"].ran == "yes, 16 tokens received by 1 decode server from 1 prefill"
         assert rows["kv_cache"].ran == "yes, 4096 bytes or more in each host tier"
 
 
@@ -105,13 +145,13 @@ def test_a_required_tier_that_one_server_does_not_fill_ends_with_exit_code_6(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_tier, "WAIT_S", 0.0)
-    with pytest.raises(RequiredNotAppliedError, match=r"kv_cache: .*host memory: decode server") as caught:
+    with pytest.raises(RequiredNotAppliedError, match=r"kv_cache: .*host memory: decode-0 server") as caught:
         serve(with_tier(group(decode=("untiered",))), run_dir=tmp_path, require=frozenset({"kv_cache"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["prefill server", "decode server", "router"])
+@pytest.mark.parametrize("name", ["prefill-0 server", "decode-0 server", "router"])
 def test_when_one_part_dies_everything_ends_and_it_is_named(group: Group, tmp_path: Path, name: str) -> None:
     def kill(info: ServerInfo) -> None:
         pids = {server.name: server.pid for server in info.servers} | {"router": info.pid}
@@ -123,7 +163,7 @@ def test_when_one_part_dies_everything_ends_and_it_is_named(group: Group, tmp_pa
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize(("name", "process"), [("decode server", "API server"), ("router", "router")])
+@pytest.mark.parametrize(("name", "process"), [("decode-0 server", "API server"), ("router", "router")])
 def test_a_part_that_is_stopped_is_warned_of_and_then_ends_everything(
     group: Group, tmp_path: Path, heartbeat_clock: None, name: str, process: str
 ) -> None:
@@ -143,14 +183,14 @@ def test_a_worker_that_dies_under_a_server_that_hangs_ends_everything(group: Gro
     def kill(info: ServerInfo) -> None:
         psutil.Process(info.servers[1].proofs[0].pid).kill()
 
-    with pytest.raises(ServerFailedError, match=r"^decode server.* \d+ "):
+    with pytest.raises(ServerFailedError, match=r"^decode-0 server.* \d+ "):
         serve(group(), run_dir=tmp_path, on_ready=kill)
     assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_one_server_that_dies_while_starting_ends_the_other(group: Group, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ServerFailedError, match=f"^{name} server .*during.*cheese"):
+    with pytest.raises(ServerFailedError, match=f"^{name}-0 server .*during.*cheese"):
         serve(group(**{name: ("die", "unproven")}), run_dir=tmp_path)
     assert processes_of(tmp_path) == []
 
@@ -177,7 +217,7 @@ def test_a_cache_that_does_not_travel_or_is_not_counted_is_said(
 
 
 def test_a_required_group_whose_cache_does_not_travel_ends_with_exit_code_6(group: Group, tmp_path: Path) -> None:
-    with pytest.raises(RequiredNotAppliedError, match=r"disaggregation: .*decode server ") as caught:
+    with pytest.raises(RequiredNotAppliedError, match=r"disaggregation: .*decode-0 server") as caught:
         serve(group(decode=("alone",)), run_dir=tmp_path, require=frozenset({"disaggregation"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert processes_of(tmp_path) == []
@@ -186,19 +226,19 @@ def test_a_required_group_whose_cache_does_not_travel_ends_with_exit_code_6(grou
 def test_a_pass_that_runs_on_one_server_only_is_told_by_server(group: Group, tmp_path: Path) -> None:
     with launch.running(group(prefill=("refuse",)), run_dir=tmp_path) as info:
         (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
-    assert row.applied.split("; ") == ["prefill server: no", "decode server: yes"]
-    assert row.why_not.split(": ") == ["prefill server", "fallback", "cheese"]
+    assert row.applied.split("; ") == ["prefill-0 server: no", "decode-0 server: yes"]
+    assert row.why_not.split(": ") == ["prefill-0 server", "fallback", "cheese"]
 
 
 def test_a_required_pass_must_run_on_both(group: Group, tmp_path: Path) -> None:
-    with pytest.raises(RequiredNotAppliedError, match=r"decode server: flash_dmoe: "):
+    with pytest.raises(RequiredNotAppliedError, match=r"decode-0 server: flash_dmoe: "):
         serve(group(decode=("refuse",)), run_dir=tmp_path, require=frozenset({"flash_dmoe"}))
     assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_a_port_of_any_part_that_is_taken_starts_nothing(group: Group, tmp_path: Path, offset: int) -> None:
-    port = four_free_ports()
+    port = free_ports(4)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + offset))
         taken.listen()

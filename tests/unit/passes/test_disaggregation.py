@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
@@ -15,6 +16,8 @@ from moe_optimizer.plan.plan import Plan
 from tests.builders import context, cpu_machine, decided_by, gpus, made_plan, profile_with, qwen3_30b_a3b, tiny_moe
 
 ON = resolve_wishes(["disaggregation"], [])
+NUMBERS = {"mode": "on", "prefill_servers": 1, "decode_servers": 2}
+THREE_SERVERS = profile_with(passes={"disaggregation": NUMBERS})
 TWO_PROCESSES = profile_with(passes={"parallelism": {"tensor_parallel_size": 2}})
 
 
@@ -30,7 +33,9 @@ def on_gpus(count: int, wishes: Any = ON, **changes: Any) -> Plan:
     ("hardware", "changes", "why"),
     [
         (gpus("h100_sxm", 1), {}, " 2 GPUs, .*found 1"),
+        (gpus("h100_sxm", 2), {"profile": THREE_SERVERS}, " 3 GPUs, .*found 2"),
         (cpu_machine(cores=1), {}, " 2 CPU cores"),
+        (cpu_machine(cores=2), {"profile": THREE_SERVERS}, " 3 CPU cores"),
         (cpu_machine(cores=4), {"profile": TWO_PROCESSES}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--data-parallel-size": "2"}}, "data parallelism of 2"),
@@ -51,7 +56,7 @@ def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():
     assert "keeps a state" in decided_by(ctx, "disaggregation").decided["disaggregation"].reason
 
 
-def test_nobody_gets_two_servers_without_asking_by_name():
+def test_nobody_gets_several_servers_without_asking_by_name():
     ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes={"disaggregation": (Wish.AUTO, "profile")})
     after = decided_by(ctx, "disaggregation")
     assert after.decided["disaggregation"].status is Status.OFF
@@ -59,31 +64,66 @@ def test_nobody_gets_two_servers_without_asking_by_name():
     assert made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2)).group is None
 
 
-def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
-    plan = on_gpus(4)
+def test_each_server_has_gpus_of_its_own_and_every_other_pass_plans_for_those():
+    plan = on_gpus(8, layout="tp2p1d3")
     assert plan.group is not None
     assert plan.decision("disaggregation").applier is Applier.SERVERS
     assert plan.parallelism.tensor_parallel_size == 2
-    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
-    assert plan.num_gpus == 4
+    assert [server.name for server in plan.group.servers] == ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert plan.num_gpus == 8
     assert plan.memory == made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2)).memory
 
 
 def test_a_gpu_that_is_left_over_is_said():
-    assert any("1 of 3 GPUs" in warning for warning in on_gpus(3).warnings)
+    plan = on_gpus(3, profile=profile_with(passes={"disaggregation": NUMBERS | {"decode_servers": 1}}))
+    assert any("1 of 3 GPUs" in warning for warning in plan.warnings)
+
+
+def test_without_gpus_a_profile_says_how_many_servers_read_and_how_many_write():
+    plan = on_cpu(profile=THREE_SERVERS)
+    assert plan.group is not None
+    assert [server.name for server in plan.group.servers] == ["prefill-0", "decode-0", "decode-1"]
+    assert [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers] == ["0-1", "2", "3"]
+    alone = made_plan(tiny_moe(), cpu_machine(cores=4))
+    assert plan.memory.total_bytes == alone.memory.total_bytes // 3
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_no_two_servers_take_the_same_port(count):
+    plan = on_gpus(count, layout=f"tp1p1d{count - 1}")
+    assert plan.group is not None
+    servers, router = plan.group.servers, plan.group.router_args
+    ports = [server.serve_args.value("--port") for server in servers] + [
+        server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in servers
+    ]
+    assert len({*ports, router.value("--port"), router.value("--prometheus-port")}) == 2 * count + 2
+
+
+def test_copies_in_a_server_leave_each_other_room_for_side_channels():
+    plan = on_gpus(8, layout="tp1dp4epp1d1")
+    assert plan.group is not None
+    first, second = (int(server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for server in plan.group.servers)
+    # Each copy takes the port of the server plus its own number.
+    assert second - first >= plan.parallelism.data_parallel_size
+
+
+def test_side_channels_need_ports_too():
+    with pytest.raises(InputError, match="--port: got 65000, but "):
+        on_gpus(8, layout="tp1p1d7", port=65000)
 
 
 def test_the_router_has_the_address_and_the_servers_are_for_it_alone():
-    plan = on_cpu(host="0.0.0.0", port=9000)
+    plan = on_cpu(host="0.0.0.0", port=9000, profile=THREE_SERVERS)
     assert plan.group is not None
     router = plan.group.router_args
     assert (router.value("--host"), router.value("--port")) == ("0.0.0.0", "9000")
-    for server in plan.group.servers:
-        assert server.serve_args.value("--host") == "127.0.0.1"
-        address = f"http://127.0.0.1:{server.serve_args.value('--port')}"
-        assert router.value(f"--{server.name}") == address
+    assert {server.serve_args.value("--host") for server in plan.group.servers} == {"127.0.0.1"}
     ports = [server.serve_args.value("--port") for server in plan.group.servers]
-    assert len({*ports, "9000", router.value("--prometheus-port")}) == 4
+    given = [(each.flag, each.value) for each in router.arguments if each.flag in ("--prefill", "--decode")]
+    parts = ("--prefill", "--decode", "--decode")
+    assert given == [(part, f"http://127.0.0.1:{port}") for part, port in zip(parts, ports, strict=True)]
+    assert len({*ports, "9000", router.value("--prometheus-port")}) == 5
 
 
 def test_the_servers_differ_in_address_and_part_only():

@@ -114,7 +114,7 @@ def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("asked", [{"clients": 256}, {"clients": 2000}, {"clients": 64, "layout": "tp2pd"}])
+@pytest.mark.parametrize("asked", [{"clients": 256}, {"clients": 2000}, {"clients": 64, "layout": "tp1p1d3"}])
 def test_of_each_layout_everything_that_is_predicted_is_shown_and_why_not_to_the_last_word(width, asked):
     plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 4), **asked)
     assert plan.layouts is not None

@@ -13,9 +13,10 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.layout_table import layout_lines
-from moe_optimizer.plan.pass_params import SchedulerParams
+from moe_optimizer.plan.pass_params import DisaggregationParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
+from moe_optimizer.specs.layout import parse_layout
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
@@ -121,9 +122,48 @@ def test_a_pinned_layout_that_misses_a_limit_is_said_to():
 
 
 def test_prefill_and_decode_apart_can_be_pinned():
-    plan = planned(4, layout="tp2pd")
-    assert plan.decision("disaggregation").status is Status.ON
-    assert plan.num_gpus == 4
+    plan = planned(layout="tp2p1d3")
+    split = plan.decision("disaggregation").params_as(DisaggregationParams)
+    assert (split.prefill_servers, split.decode_servers, plan.parallelism.tensor_parallel_size) == (1, 3, 2)
+    assert plan.decision("replicas").status is Status.OFF
+    assert plan.num_gpus == 8
+
+
+@pytest.mark.parametrize("layout", ["tp1p1d1", "tp1p3d2", "tp2p1d2"])
+def test_a_pinned_split_may_leave_gpus_over(layout):
+    plan = planned(layout=layout)
+    assert choice_of(plan).chosen == layout
+    assert plan.num_gpus == parse_layout(layout).num_devices
+
+
+def test_prefill_and_decode_that_are_asked_for_use_all_gpus_and_are_as_the_goal_wants_them():
+    wishes = resolve_wishes(["disaggregation"], [])
+    asked = {"wishes": wishes, "clients": 256, "input_tokens": 4096, "output_tokens": 256}
+    most, quick = (planned(goal=goal, **asked) for goal in ("throughput", "latency"))
+    for plan in (most, quick):
+        assert choice_of(plan).layout.disaggregated
+        assert plan.num_gpus == 8
+    assert choice_of(most).estimate.tokens_per_s > choice_of(quick).estimate.tokens_per_s
+    assert choice_of(most).estimate.tpot_ms > choice_of(quick).estimate.tpot_ms
+
+
+@pytest.mark.parametrize(
+    ("numbers", "servers"),
+    [
+        ({"prefill_servers": 1, "decode_servers": 2}, {(1, 2)}),
+        ({"prefill_servers": 2}, {(2, decode) for decode in range(1, 7)}),
+        ({"decode_servers": 3}, {(prefill, 3) for prefill in range(1, 6)}),
+    ],
+)
+def test_a_profile_that_says_how_many_servers_read_or_write_leaves_the_rest_to_the_search(numbers, servers):
+    plan = planned(profile=profile_with(passes={"disaggregation": {"mode": "on", **numbers}}))
+    layout = choice_of(plan).layout
+    assert (layout.prefill_servers, layout.replicas) in servers
+
+
+def test_a_split_over_several_machines_is_refused():
+    with pytest.raises(UnsupportedError, match=r"--layout tp2p1d3: .*share one machine"):
+        planned(num_nodes=2, num_gpus=16, layout="tp2p1d3")
 
 
 @pytest.mark.parametrize("layout", ["tp8", "tp2x4", "tp1dp8ep", "tp2dp4"])
@@ -195,7 +235,13 @@ def test_a_pinned_layout_that_cannot_lie_on_the_machines_says_why(layout, nodes,
 
 @pytest.mark.parametrize(
     ("count", "layout", "hint"),
-    [(4, "tp4pp2", "--gpus 8"), (8, "tp4x4", "moe-optimizer plan --gpus 16 --nodes 2"), (8, "tp4x3", "")],
+    [
+        (4, "tp4pp2", "--gpus 8"),
+        (4, "tp2p1d3", "--gpus 8"),
+        (8, "tp4x4", "moe-optimizer plan --gpus 16 --nodes 2"),
+        (8, "tp4x3", ""),
+        (8, "tp4p1d3", ""),
+    ],
 )
 def test_a_pinned_layout_of_more_gpus_than_are_planned_for_says_how_to_get_them(count, layout, hint):
     # Of named machines; one that was found has no more.
@@ -204,7 +250,7 @@ def test_a_pinned_layout_of_more_gpus_than_are_planned_for_says_how_to_get_them(
     assert (caught.value.hint or "") == hint
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1pd"])
+@pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1p1d1"])
 def test_a_pinned_layout_that_does_not_fit_is_refused_and_no_other_is_served(layout):
     with pytest.raises(DoesNotFitError, match=f"--layout {layout}.*93.4 GB") as caught:
         made_plan(mixtral_8x7b(), gpus("h100_sxm", 2), layout=layout)

@@ -34,7 +34,7 @@ def test_the_users_own_port_is_the_routers(name):
     assert plan.group.servers[0].serve_args.value("--port") == "9101"
 
 
-@pytest.mark.parametrize(("name", "port"), [("disaggregation", 65500), ("replicas", 65534)])
+@pytest.mark.parametrize(("name", "port"), [("disaggregation", 65533), ("replicas", 65533)])
 def test_a_port_without_room_for_the_others_is_refused(name, port):
     with pytest.raises(InputError, match=f"--port: got {port}, but "):
         on_cpu(name, port=port)

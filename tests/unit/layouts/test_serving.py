@@ -1,0 +1,90 @@
+"""Prefill and decode apart: what a prediction says of P servers that read prompts and D that write answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optimizer.layouts.serving import Prediction, memory_of, predict
+from moe_optimizer.specs.layout import Layout, parse_layout
+from tests.builders import mixtral_8x7b, qwen3_30b_a3b
+from tests.unit.layouts.questions import question
+
+_QUANTISED = 0.05
+"""The time to first token follows a number of steps, which is whole: fewer prompts in fewer, fuller steps may wait
+longer for one of them."""
+_BY_CHANCE = 0.02
+"""More servers are filled less evenly, and steps are whole."""
+LOADS = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from([qwen3_30b_a3b(), mixtral_8x7b()]),
+        "clients": st.sampled_from([1, 7, 64, 500, 3000]),
+        "input_tokens": st.sampled_from([128, 1024, 4096]),
+        "output_tokens": st.sampled_from([64, 512]),
+    }
+)
+SERVERS, TENSOR = st.integers(1, 7), st.sampled_from([1, 2])
+
+
+def predicted(layout: Layout, **load) -> Prediction:
+    asked = question(gpus=16, hardware="h200", **load)
+    memory = memory_of(asked, layout)
+    assert memory.fits
+    return predict(asked, layout, memory)
+
+
+def split(tensor: int, prefill: int, decode: int) -> Layout:
+    return Layout(tensor_parallel_size=tensor, prefill_servers=prefill, replicas=decode)
+
+
+ONE_OF_EACH = {
+    ("tp1p1d1", 64, 512, 128): (17.3540, 456.072, 3079.66),
+    ("tp2p1d1", 7, 4096, 64): (5.9223, 352.928, 617.05),
+    ("tp2p1d1", 500, 128, 1024): (22.0000, 746.717, 22018.93),
+    ("tp4epp1d1", 64, 128, 1024): (7.4461, 280.728, 8297.66),
+    ("tp1dp2epp1d1", 500, 512, 128): (19.3624, 1010.302, 18447.39),
+    ("tp1p1d1", 3000, 128, 1024): (48.4210, 99725.869, 20581.47),
+}
+"""Layout, clients, prompt and answer -> TPOT and TTFT in ms and tokens/s, as they were predicted when there was one
+server of each kind only."""
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_one_server_of_each_kind_is_predicted_as_before_there_could_be_more(case):
+    name, clients, prompt, answer = case
+    found = predicted(parse_layout(name), clients=clients, input_tokens=prompt, output_tokens=answer)
+    assert (found.tpot_ms, found.ttft_ms, found.tokens_per_s) == pytest.approx(ONE_OF_EACH[case], rel=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOADS, TENSOR, SERVERS, SERVERS)
+def test_more_prefill_servers_never_make_first_tokens_later(load, tensor, prefill, decode):
+    few, more = (predicted(split(tensor, count, decode), **load) for count in (prefill, prefill + 1))
+    assert more.ttft_ms <= few.ttft_ms * (1 + _QUANTISED)
+    assert more.tpot_ms == few.tpot_ms
+    assert more.tokens_per_s >= few.tokens_per_s * (1 - _BY_CHANCE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOADS, TENSOR, SERVERS, SERVERS)
+def test_more_decode_servers_never_make_tokens_later_or_fewer(load, tensor, prefill, decode):
+    few, more = (predicted(split(tensor, prefill, count), **load) for count in (decode, decode + 1))
+    assert more.tpot_ms <= few.tpot_ms * (1 + _BY_CHANCE)
+    assert more.tokens_per_s >= few.tokens_per_s * (1 - _BY_CHANCE)
+    assert more.running <= few.running
+    assert more.waiting <= few.waiting
+
+
+def test_where_reading_is_the_bound_twice_the_prefill_servers_answer_twice_as_much():
+    load = {"clients": 500, "input_tokens": 4096, "output_tokens": 64}
+    one, two, four = (predicted(split(1, count, 8), **load).tokens_per_s for count in (1, 2, 4))
+    assert two == pytest.approx(2 * one, rel=0.02)
+    assert four == pytest.approx(4 * one, rel=0.02)
+
+
+def test_where_the_cache_is_full_more_decode_servers_have_room_for_those_that_wait():
+    load = {"clients": 3000, "input_tokens": 1024, "output_tokens": 512}
+    one, two = (predicted(split(1, 4, count), **load) for count in (1, 2))
+    assert one.running == two.running
+    assert two.waiting < one.waiting / 2 + 1
