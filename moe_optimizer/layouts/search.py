@@ -21,8 +21,9 @@ _LATE = 0.05
 """Chosen, about the model's error: the least gain in time per output token for which copies are taken where that time
 alone counts. Each copy reads its prompts alone, so first tokens take several times as long as with slices."""
 _FEW = 0.05
-"""Chosen: of the clients, that may wait for room without that counting against a layout. Room for them all is seldom
-needed, because requests are of all lengths between a prompt's and their last."""
+"""Chosen: of the clients, that may wait for room, or beyond what prefill servers can read, without that counting
+against a layout. Room for them all is seldom needed, because requests are of all lengths between a prompt's and their
+last."""
 Goal = Literal["latency", "balanced", "throughput"]
 
 
@@ -104,7 +105,8 @@ def rank(
 def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     """Return predictions, the best for a goal first.
 
-    latency: the least time per output token, of layouts in which hardly a request waits for room if there are any;
+    latency: the least time per output token, of layouts in which hardly a request waits for room, or prefill servers
+    keep up with the decode servers, if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
     fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted, for
@@ -132,7 +134,7 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
     if prediction.layout.disaggregated and not chosen.layout.disaggregated:
         return "prefill and decode apart come last"
     if _last(prediction, goal) > _last(chosen, goal):
-        return "more requests wait for room in the cache"
+        return f"more requests wait {'for room in the cache' if _waits_for_room(prediction) else 'to be read'}"
     if _counted(prediction, goal) < _counted(chosen, goal):
         return f"less than {_EQUAL:.0%} counts as none"
     if prediction.layout.tensor_parallel_size == 1:
@@ -142,8 +144,12 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
 
 def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
     """Return what puts a layout behind all others that do not have it."""
-    waiting = prediction.waiting / (prediction.waiting + prediction.running)
-    return prediction.layout.disaggregated, goal == "latency" and waiting > _FEW
+    waits = _waits_for_room(prediction) or prediction.reading_share > 1 + _FEW
+    return prediction.layout.disaggregated, goal == "latency" and waits
+
+
+def _waits_for_room(prediction: Prediction) -> bool:
+    return prediction.waiting / (prediction.waiting + prediction.running) > _FEW
 
 
 def _counted(prediction: Prediction, goal: Goal) -> float:

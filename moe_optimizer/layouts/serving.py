@@ -43,6 +43,10 @@ class Prediction:
     """Requests that run at once, in each data parallel copy of each server."""
     waiting: int
     """Clients of the busiest copy that wait for room."""
+    reading_share: float
+    """Time that a prefill engine needs for the prompts of all requests that run, over that of a request which waits for
+    no other: above 1 they queue, which the time to first token has in it. 0: no servers are for prompts alone.
+    """
     api_servers: int
     """Processes of each server that take requests in and send tokens out."""
     front_end_share: float
@@ -117,6 +121,7 @@ def predict(
         tokens_per_s=active * question.output_tokens / times.request_us * 1e6,
         running=running,
         waiting=waiting,
+        reading_share=times.reading_share,
         api_servers=api_servers,
         front_end_share=times.front_end_share,
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
@@ -139,6 +144,8 @@ class _Times:
     ttft_us: float
     tpot_us: float
     request_us: float
+    reading_share: float
+    """See `Prediction`."""
     front_end_share: float
     """Of a step of decoding, that the process is busy which sends its tokens out."""
     waits_us: float
@@ -242,11 +249,18 @@ class _Loop:
             delay_us = min(slower + again, more_tokens) * max(0.0, each_us - write_us)
         tpot_us = write_us + delay_us / more_tokens
         ttft_us = fitted.REQUEST_US + first_us
+        writing_us = (answer - 1) * tpot_us
+        alone_us = ttft_us + writing_us
+        # No engine answers more than it can read.
+        request_us = max(alone_us, reads * read_us)
+        if layout.disaggregated:
+            # Whoever is not written for waits to be read.
+            ttft_us = request_us - writing_us
         return _Times(
             ttft_us=ttft_us,
             tpot_us=tpot_us,
-            # No engine answers more than it can read.
-            request_us=max(ttft_us + (answer - 1) * tpot_us, reads * read_us),
+            request_us=request_us,
+            reading_share=reads * read_us / alone_us if layout.disaggregated else 0.0,
             front_end_share=sending_us / write_us,
             waits_us=write_us - self._write_us,
         )

@@ -236,6 +236,15 @@ def test_long_reading_is_not_all_before_the_first_token():
     assert each[1].tpot_ms > 3 * each[0].tpot_ms
 
 
+def test_for_latency_prefill_servers_that_keep_up_go_before_fewer_that_do_not():
+    asked = question(gpus=8, hardware="h200", clients=64, input_tokens=4096, output_tokens=128)
+    splits = rank(asked, "latency", Limits(), allowed=lambda each: each.name.startswith("tp1p")).within
+    assert splits[0].reading_share <= 1.05
+    (slow,) = (each for each in splits if each.layout.prefill_servers == 1)
+    assert slow.tpot_ms < splits[0].tpot_ms
+    assert "to be read" in why_behind(slow, splits[0], "latency")
+
+
 @pytest.mark.parametrize(("waiting", "first"), [(3, "tp2"), (10, "tp1x2")])
 def test_for_latency_a_few_that_wait_for_room_do_not_count_and_many_do(waiting, first):
     found = rank(question(gpus=2, clients=100), "latency", Limits(), allowed=by_itself).within

@@ -83,6 +83,23 @@ def test_where_reading_is_the_bound_twice_the_prefill_servers_answer_twice_as_mu
     assert four == pytest.approx(4 * one, rel=0.02)
 
 
+@settings(max_examples=60, deadline=None)
+@given(LOADS, TENSOR, SERVERS, SERVERS)
+def test_every_client_of_a_split_is_read_is_answered_or_waits(load, tensor, prefill, decode):
+    found = predicted(split(tensor, prefill, decode), **load)
+    request_s = (found.ttft_ms + (load["output_tokens"] - 1) * found.tpot_ms) / 1e3
+    # Little's law. Engines share clients in whole numbers.
+    clients = found.tokens_per_s / load["output_tokens"] * request_s
+    assert clients == pytest.approx(load["clients"], rel=0.05, abs=decode)
+
+
+def test_prefill_servers_that_cannot_keep_up_make_first_tokens_late():
+    load = {"clients": 500, "input_tokens": 4096, "output_tokens": 64}
+    slow, quick = (predicted(split(1, count, 8), **load) for count in (1, 24))
+    assert slow.reading_share > 1 > quick.reading_share
+    assert slow.ttft_ms > 10 * quick.ttft_ms
+
+
 def test_where_the_cache_is_full_more_decode_servers_have_room_for_those_that_wait():
     load = {"clients": 3000, "input_tokens": 1024, "output_tokens": 512}
     one, two = (predicted(split(1, 4, count), **load) for count in (1, 2))
