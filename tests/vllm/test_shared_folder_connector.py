@@ -18,7 +18,7 @@ def connector(tmp_path: Path) -> Any:
 
     def make(*, writes: bool) -> Any:
         made = object.__new__(SharedFolderConnector)
-        made._writes, made._unfinished = writes, set()
+        made._writes, made._unfinished = writes, {}
         made._block_size, made._storage_path = BLOCK, str(tmp_path)
         made._requests_need_load = {}
         return made
@@ -76,6 +76,23 @@ def test_a_prompt_that_two_steps_write_stays_whole(connector: Any, tmp_path: Pat
         assert write_files(prefill, meta)
         prefill.wait_for_save()
     assert matched(connector(writes=False), prompt) == 8
+    assert [path.suffix for path in tmp_path.iterdir()] == [""]
+
+
+def test_two_prefill_servers_that_read_one_prompt_at_once_never_show_what_one_of_them_still_writes(
+    connector: Any, tmp_path: Path
+) -> None:
+    first, second, decode = connector(writes=True), connector(writes=True), connector(writes=False)
+    prompt = list(range(10))
+    whole = write(first, prompt)
+    (unfinished,) = write(second, prompt)
+    Path(unfinished).write_text("ca")
+    first.wait_for_save()
+    assert matched(decode, prompt) == 8
+    shown = [path for path in tmp_path.rglob("layer*") if path.parent.suffix == ""]
+    assert [path.read_text() for path in shown] == ["cache"] * len(whole)
+    Path(unfinished).write_text("cache")
+    second.wait_for_save()
     assert [path.suffix for path in tmp_path.iterdir()] == [""]
 
 

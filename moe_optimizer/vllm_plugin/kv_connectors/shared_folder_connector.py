@@ -1,20 +1,22 @@
-"""Subclasses vLLM's ExampleConnector for disaggregation on the CPU: two servers that share a folder.
+"""Subclasses vLLM's ExampleConnector for disaggregation on the CPU: servers that share a folder.
 
 --kv-transfer-config names this class and module. The example keeps a prompt's cache in a folder named after the
-prompt's tokens, in whole blocks, and ends the server in four cases, which are prevented here:
+prompt's tokens, in whole blocks, and ends the server in five cases, which are prevented here:
 
 - a prompt of a whole number of blocks and one token is looked up by one folder and read from another;
 - a prompt that is read in several steps is written in part, and later read as if it were whole;
-- the decode server finds a folder while the prefill server is still writing it;
+- a decode server finds a folder while a prefill server is still writing it;
+- two prefill servers read the same prompt and write one folder;
 - a server that has more of a prompt in its own prefix cache than there is in the folder is told of negative tokens.
 
-The decode server computes what is not handed over: the answer is the same, only later.
+A decode server computes what is not handed over: the answer is the same, only later.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +32,16 @@ _PARTIAL = ".partial"
 
 
 class SharedFolderConnector(ExampleConnector):
-    """Hands whole blocks of a prompt's cache from one server to another: kv_producer writes, kv_consumer reads.
+    """Hands whole blocks of a prompt's cache from any kv_producer, which writes, to any kv_consumer, which reads.
 
-    One worker process on each side; all ranks of a tensor-parallel group would write the same file.
+    One worker process in each server; all ranks of a tensor-parallel group would write the same file.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._writes = bool(self._kv_transfer_config.is_kv_producer)
-        self._unfinished: set[str] = set()
+        self._unfinished: dict[str, str] = {}
+        """Folder of a prompt -> the one of this server alone in which it is being written."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens of a prompt can be read from the folder, beyond those that are already computed."""
@@ -73,15 +76,19 @@ class SharedFolderConnector(ExampleConnector):
         folder = super()._generate_foldername_debug(token_ids, mm_hashes, create_folder=False)
         if not (create_folder and self._writes):
             return folder
-        self._unfinished.add(folder)
-        Path(folder + _PARTIAL).mkdir(parents=True, exist_ok=True)
-        return folder + _PARTIAL
+        if folder not in self._unfinished:
+            place = Path(folder)
+            self._unfinished[folder] = tempfile.mkdtemp(prefix=place.name, suffix=_PARTIAL, dir=place.parent)
+        return self._unfinished[folder]
 
     def wait_for_save(self) -> None:
-        """Give the prompts that this step has written their final names, which the other server looks for."""
+        """Give the prompts that this step has written their final names, which decode servers look for."""
         while self._unfinished:
-            folder = self._unfinished.pop()
-            if Path(folder).exists():
-                shutil.rmtree(folder + _PARTIAL)
-            else:
-                Path(folder + _PARTIAL).rename(folder)
+            folder, partial = self._unfinished.popitem()
+            try:
+                Path(partial).rename(folder)
+            except OSError:
+                # The same prompt, written by an earlier step or another server: a folder with files is not replaced.
+                if not Path(folder).exists():
+                    raise
+                shutil.rmtree(partial)
