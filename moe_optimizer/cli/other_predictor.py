@@ -36,11 +36,11 @@ _MOST = 0.25
 
 
 def with_other_estimate(plan: Plan) -> Plan:
-    """Return the plan with the other predictor's estimate of its layout; the same plan where none is installed, it has
-    no data for model or GPU, or the layout is none of its own (prefill and decode apart).
+    """Return the plan with the other predictor's estimate of its layout; the same plan where none is installed, or it
+    has no data for model or GPU.
     """
     choice, gpu = plan.layouts, plan.hardware.gpu
-    if choice is None or gpu is None or gpu.key not in _SYSTEMS or choice.layout.disaggregated:
+    if choice is None or gpu is None or gpu.key not in _SYSTEMS:
         return plan
     package = next((each for each in _PREDICTORS if importlib.util.find_spec(each) is not None), None)
     if package is None:
@@ -55,9 +55,20 @@ def _ask(package: str, plan: Plan, choice: LayoutChoice, system: str) -> OtherEs
     layout, ours = choice.layout, choice.estimate
     step = plan.decision("scheduler").params_as(SchedulerParams)
     title, module = _PREDICTORS[package]
-    engines = layout.replicas * layout.data_parallel_size
+    engines = layout.num_engines
     batch = max(1, math.ceil(choice.clients / engines) - ours.waiting)
     size = layout.devices_of_stage
+    # Of whole servers it estimates one, of prefill and decode servers all together.
+    estimated, split = layout.data_parallel_size, dict[str, str | int]()
+    if layout.disaggregated:
+        estimated = engines
+        split = {
+            "mode": "disagg",
+            "prefill_batch_size": max(1, step.max_num_batched_tokens // plan.workload.input_tokens),
+            "prefill_num_workers": layout.prefill_servers,
+            "decode_batch_size": batch,
+            "decode_num_workers": layout.replicas,
+        }
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         was_disabled = logging.root.manager.disable
@@ -76,12 +87,13 @@ def _ask(package: str, plan: Plan, choice: LayoutChoice, system: str) -> OtherEs
                 attention_dp_size=layout.data_parallel_size,
                 moe_tp_size=1 if layout.expert_parallel else size,
                 moe_ep_size=size if layout.expert_parallel else 1,
+                **split,
             )
         except Exception:  # noqa: BLE001 - a package of others, asked for a second opinion only
             return None
         finally:
             logging.disable(was_disabled)
-    active = min(choice.clients, batch * engines) / (batch * layout.data_parallel_size)
+    active = min(choice.clients, batch * engines) / (batch * estimated)
     tpot, rate = float(found.tpot), float(found.tokens_per_second) * active
     apart = max(abs(ours.tpot_ms / tpot - 1), abs(ours.tokens_per_s / rate - 1))
     return OtherEstimate(

@@ -88,6 +88,18 @@ def test_of_both_the_successor_is_asked_for_the_planned_sizes(install):
     assert (system, sizes["tp_size"], sizes["moe_tp_size"], sizes["moe_ep_size"]) == ("h200_sxm", 4, 4, 1)
 
 
+def test_of_prefill_and_decode_servers_all_are_asked_for_together(install):
+    install("aiconfigurator")
+    plan = made_plan(qwen3_30b_a3b(), gpus("h200", 4), layout="tp1p1d3", clients=96)
+    other = _choice(with_other_estimate(plan).layouts).other
+    assert other is not None
+    ((_, sizes),) = sys.modules["aiconfigurator.cli.api"].asked
+    assert (sizes["mode"], sizes["prefill_num_workers"], sizes["decode_num_workers"]) == ("disagg", 1, 3)
+    assert sizes["decode_batch_size"] == 32
+    # What stands in tells the tokens/s of PLAN: they are of all servers, and of no server three times.
+    assert other.tokens_per_s == pytest.approx(_choice(PLAN.layouts).estimate.tokens_per_s, rel=1e-3)
+
+
 def test_what_it_has_no_data_of_is_left_out(install):
     install("aisimulate", raises=True)
     assert _other() is None

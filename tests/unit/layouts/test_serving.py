@@ -57,6 +57,24 @@ def test_one_server_of_each_kind_is_predicted_as_before_there_could_be_more(case
     assert (found.tpot_ms, found.ttft_ms, found.tokens_per_s) == pytest.approx(ONE_OF_EACH[case], rel=1e-4)
 
 
+AICONFIGURATOR = {
+    ("tp1p1d3", 64, 1024, 512): (13.53, 4497),
+    ("tp1p1d3", 256, 1024, 512): (21.50, 11060),
+    ("tp1p2d2", 256, 1024, 512): (23.36, 10103),
+    ("tp1p2d2", 256, 4096, 64): (31.81, 1883),
+}
+"""The same -> TPOT in ms and tokens/s that AIConfigurator 0.12 estimates for Qwen3-30B-A3B in BF16 on H200, with eight
+prompts in a prefill step. Of the last one reading is the bound."""
+
+
+@pytest.mark.parametrize("case", AICONFIGURATOR)
+def test_splits_are_predicted_within_15_percent_of_aiconfigurator(case):
+    name, clients, prompt, answer = case
+    load = {"clients": clients, "input_tokens": prompt, "output_tokens": answer, "prompt_graphs": True}
+    found = predicted(parse_layout(name), **load)
+    assert (found.tpot_ms, found.tokens_per_s) == pytest.approx(AICONFIGURATOR[case], rel=0.15)
+
+
 @settings(max_examples=60, deadline=None)
 @given(LOADS, TENSOR, SERVERS, SERVERS)
 def test_more_prefill_servers_never_make_first_tokens_later(load, tensor, prefill, decode):
