@@ -1,4 +1,4 @@
-"""Prefill and decode on a GPU each, the cache between them by NIXL: started once, asked everything, then broken.
+"""Prefill and decode on GPUs of their own, the cache between them by NIXL: started once, asked everything, then broken.
 
 Eager, because what is shown is where a prompt's cache goes.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
@@ -31,7 +32,8 @@ from tests.vllm.test_disaggregation import streamed_chat
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus_and_nixl")]
 
 PASS = "disaggregation"
-GPUS = 2
+GPUS = min(3, torch.cuda.device_count())
+"""One for prefill, one for each decode server."""
 BLOCK = 16
 # Less than a block of the cache, its edges, several blocks.
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 100, 480)
@@ -59,16 +61,17 @@ class Seen:
 
 
 def make() -> Plan:
-    """Return the plan of the bundled model on two GPUs."""
+    """Return the plan of the bundled model on one GPU for prefill and the others for decode."""
     return gpu_plan(
         # What a server has computed before it must not find again: nothing would travel.
         "--logprobs-mode", "raw_logits", "--enforce-eager", "--no-enable-prefix-caching",
         wishes=resolve_wishes((PASS,), ()),
         required=frozenset({PASS}),
-        port=free_ports(4),
+        port=free_ports(GPUS + 2),
         max_model_len=1024,
         batch_size=16,
         num_gpus=GPUS,
+        layout=f"tp1p1d{GPUS - 1}",
     )  # fmt: skip
 
 
@@ -81,11 +84,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
     def visit(info: ServerInfo) -> None:
         seen.info = info
-        prefill, decode = info.servers
+        prefill, *others = info.servers
+        decode = [ServerClient(server.base_url) for server in others]
         for length, prompt in prompts.items():
-            before = received_tokens(ServerClient(decode.base_url))
+            before = sum(map(received_tokens, decode))
             (seen.through_router[length],) = ask(info.base_url, [prompt])
-            seen.received[length] = received_tokens(ServerClient(decode.base_url)) - before
+            seen.received[length] = sum(map(received_tokens, decode)) - before
             (seen.from_one_server[length],) = ask(prefill.base_url, [prompt])
         seen.chat = streamed_chat(info.base_url)
         seen.stock = ask(prefill.base_url)
@@ -108,6 +112,7 @@ def test_the_cache_travelled_before_the_servers_counted_as_ready(seen: Seen) -> 
     (row,) = [row for row in seen.info.rows if row.pass_name == PASS]
     assert (row.applied, row.why_not) == ("by servers", "")
     assert row.ran.startswith("yes, ")
+    assert f"by {GPUS - 1} decode server" in row.ran
 
 
 @pytest.mark.parametrize("length", LENGTHS)
