@@ -165,7 +165,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
             "28.4 and 32.2 ms per token.",
             ("2026-11-23_h100_fp8_one_gpu_served",),
         ),
-        ("The search is deterministic", "GPUs (`benchmarks/records", ("2026-11-22_epyc_layout_search",)),
+        ("The search is deterministic", "(`benchmarks/records", ("2026-11-28_xeon_layout_search",)),
     ],
     "docs/kernel_speeds.md": [
         (
