@@ -63,8 +63,7 @@ def test_not_asked_for_it_is_on_with_one_gpu_and_dense_weights_in_bf16():
 def test_dense_weights_in_fp8_are_multiplied_by_it_only_where_it_is_asked_for(changes):
     asked = decide(**changes)
     assert asked.status is Status.ON
-    assert "no server was timed with" in asked.reason
-    assert all("dense_products" in record for record in asked.evidence)
+    assert any("fp8_few_clients" in record for record in asked.evidence)
     by_itself = decide(wishes={}, **changes)
     assert (by_itself.status, "FP8" in by_itself.reason) == (Status.OFF, True)
 
