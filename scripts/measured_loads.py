@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_optimizer.layouts.constants import CAPTURED_TOKENS
 from moe_optimizer.layouts.question import STEP_TOKENS
+from moe_optimizer.plan.serve_args import ServeArguments
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 QWEN3_30B = "qwen3_moe"
@@ -44,6 +48,20 @@ _LONG_STEPS = {
 
 _FEW_REQUESTS = {"2026-11-26_h200_tuned_plan_served": 64}
 """Records whose servers take so few requests at once that their graphs end below 512 tokens."""
+_FOLDERS = {
+    **dict.fromkeys(("q3", "qwen3", "qwen3-30b-a3b"), ""),
+    **dict.fromkeys(("q3i4", "qwen3_int4", "qwen3-30b-a3b-gptq"), "INT4"),
+    **dict.fromkeys(("q16", "qwen3_16", "models/qwen3_16", "q3e16-skinny", "q24")),
+}
+"""Folder of a side of bench_beside.py, which holds Qwen3-30B-A3B -> how it is stored, where not in BF16; None: with 16
+or 24 experts a layer, which is no load of a published model.
+"""
+_ONE_LENGTH = re.compile(r"Prompts of ([\d,]+) tokens, completions of ([\d,]+)")
+"""How a workload whose requests are all of one length describes itself."""
+_FEWEST_TOKENS = 32
+"""Chosen, of an answer. Those of a few tokens have no time per token to compare: clients that began together stay so,
+all wait for one another's prompts, and what a request waits between its four tokens is where it stood in the queue.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +137,10 @@ def served_loads() -> Iterator[Load]:
                     starts = [load, *(each for each in earlier["loads"] if each["clients"] == load["clients"])]
                     one = _bench_load(path.stem, side, load, lengths, holds=holds, layout=layout)
                     yield dataclasses.replace(one, **(about | _mean_of(starts)))
-        elif not path.stem.endswith(("served", "layouts")) or "benches" in record:
-            continue  # bench_beside.py names sides as its caller does: what they hold is not told by that.
+        elif "benches" in record:
+            yield from beside_loads(path.stem, record)
+        elif not path.stem.endswith(("served", "layouts")):
+            continue
         elif isinstance(record["sides"], list):
             for side in record["sides"]:
                 holds, closed = _held(side), [load for load in side["loads"] if load["clients"] is not None]
@@ -138,6 +158,66 @@ def served_loads() -> Iterator[Load]:
                         output_tokens=record["output_tokens"], tpot_ms=load["tpot_ms_median"],
                         tokens_per_s=load["output_tokens_per_s"], why_no_rate=_not_warm(load),
                     )  # fmt: skip
+
+
+def beside_loads(stem: str, record: Any) -> list[Load]:
+    """Return the loads of a record of bench_beside.py, of all benches that have them.
+
+    Its sides are named as its caller likes. What they hold is what was decided and what they were started with.
+    """
+    words = [text for word, text in itertools.pairwise(record["command"]) if word == "--side"]
+    stored = {name: _FOLDERS[folder] for name, folder, *_ in map(shlex.split, words)}
+    benched: dict[tuple[str, tuple[int, int], int], list[Any]] = {}
+    for bench in record["benches"]:
+        lengths = _one_length(bench)
+        for name, loads in ((side["name"], side["loads"]) for side in bench["sides"]):
+            if lengths and stored[name] is not None and _describable(record["sides"][name]):
+                for load in loads:
+                    benched.setdefault((name, lengths, load["clients"]), []).append(load)
+    # In pairs, as of bench_layouts.py: under one load of these servers is enough.
+    held_up = stem in _SHARED or any(map(_in_pairs, itertools.chain(*benched.values())))
+    return [
+        dataclasses.replace(
+            _beside_load(stem, name, found[0], lengths, stored=stored[name], side=record["sides"][name]),
+            held_up=held_up, **_mean_of(found),
+        )
+        for (name, lengths, _), found in sorted(benched.items(), key=lambda item: item[0])
+    ]  # fmt: skip
+
+
+def _beside_load(stem: str, name: str, load: Any, lengths: tuple[int, int], *, stored: str | None, side: Any) -> Load:
+    arguments = ServeArguments(*side["serve_args"])
+    decided = {each["pass_name"]: each for each in side["decisions"] if each["status"] == "on"}
+    held = ["marlin"] * bool(stored) + [each for each in _DECIDING if each in decided]
+    captured = decided.get("graph_capture", {"params": {"max_capture_size": 0}})["params"]["max_capture_size"]
+    one = _bench_load(
+        stem, f"{name}, {stored}" if stored else name, load, lengths, holds="+".join(held) or "stock", layout="tp1"
+    )
+    return dataclasses.replace(
+        one,
+        memory_share=float(arguments.values["--gpu-memory-utilization"]),
+        cache_bytes=arguments.count(_CACHE_BYTES),
+        step_tokens=int(arguments.values["--max-num-batched-tokens"]),
+        max_running=int(arguments.values["--max-num-seqs"]),
+        # The plan captures each size of a step with prompts that would wait for its launches.
+        prompt_graphs=captured > CAPTURED_TOKENS,
+    )
+
+
+def _one_length(bench: Any) -> tuple[int, int] | None:
+    """Return tokens of each prompt and answer; None: they differ, or answers are of a few tokens."""
+    found = _ONE_LENGTH.fullmatch(bench["description"])
+    prompt, answer = (int(each.replace(",", "")) for each in found.groups()) if found else (0, 0)
+    return (prompt, answer) if answer >= _FEWEST_TOKENS else None
+
+
+def _describable(side: Any) -> bool:
+    """Whether the model can be asked about a server: not with drafts, whose acceptance no load has; nor with sizes of
+    graphs that somebody chose, since it counts none for steps that read prompts, or all that would wait.
+    """
+    planned = [word for each in side["decisions"] for word in each["vllm_args"]]
+    chosen = _GRAPH_SIZES in side["serve_args"] and _GRAPH_SIZES not in planned
+    return "--speculative-config" not in side["serve_args"] and not chosen
 
 
 def _held(side: Any) -> str:

@@ -44,6 +44,10 @@ counts; of other loops the last round before must be on record, and at most 5 % 
 times per token only, and not how many requests it sent. Times to first token are means: loops of a few requests begin
 as bursts, and how far their requests come apart differs from run to run, so they are met less well.
 
+What servers hold that `benchmarks/serving/bench_beside.py` loaded in turns is what their records say was decided. Left
+out of those are layers with 16 or 24 experts, drafts, sizes of graphs that were given and not planned, requests of
+mixed lengths, and answers of a few tokens, which have no time per token that a step would explain.
+
 """
 
 

@@ -97,9 +97,14 @@ PAIRS = {
         "fp8+flash_dmoe": "fp8 and flash_dmoe",
         "fp8+flash_dmoe+kv_cache": "fp8, flash_dmoe and kv_cache",
         "four_bit+flash_dmoe+kv_cache": "four_bit, flash_dmoe and kv_cache",
+        "four_bit+fp8+flash_dmoe+kv_cache": "four_bit, fp8, flash_dmoe and kv_cache",
     },
     "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
     "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
+    "marlin": {
+        "four_bit+fp8+flash_dmoe": "four_bit, fp8 and flash_dmoe instead of INT4 of GPTQ",
+        "four_bit+fp8+flash_dmoe+kv_cache": "four_bit, fp8, flash_dmoe and kv_cache instead of INT4 of GPTQ",
+    },
     "fp8+flash_dmoe": {"fp8+flash_dmoe+kv_cache": "kv_cache", "four_bit+flash_dmoe": "four_bit instead of fp8"},
 }
 """What a server holds without a pass -> what servers of the same record hold with it -> the pass. Other passes change

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes
 from scripts import measured_loads, model_error, predicted_loads
 
 
@@ -70,11 +71,21 @@ def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
 
 def test_a_limit_on_the_error_fails_and_names_what_is_further_off(cases, capsys, monkeypatch):
     monkeypatch.setattr(model_error, "cases", lambda: cases)
-    assert model_error.main(["--check", "--max-model-error", "0.1"]) == 0
+    assert model_error.main(["--check", "--max-model-error", "0.2"]) == 0
     assert model_error.main(["--check", "--max-model-error", "0.001"]) == 1
     said = capsys.readouterr().out
     assert "gain of flash_dmoe" in said
     assert "gain of fp8" in said
+
+
+def test_what_passes_gain_is_met_within_10_percent_on_average_but_for_four_bits_with_fp8_linears(cases):
+    gains = {line.split(":")[0] for line in model_error.above(cases, 0.1)}
+    # docs/layout_accuracy.md says why these are predicted too low.
+    assert gains == {
+        "gain of four_bit, fp8 and flash_dmoe instead of INT4 of GPTQ",
+        "gain of four_bit, fp8, flash_dmoe and kv_cache instead of INT4 of GPTQ",
+        "gain of four_bit, fp8, flash_dmoe and kv_cache",
+    }
 
 
 def test_what_a_pass_gains_is_compared_with_the_same_load_without_it(cases):
@@ -229,6 +240,122 @@ def test_a_record_that_bench_made_is_read_as_it_was_kept(tmp_path, monkeypatch):
     assert times == sorted(times)
     gains = predicted_loads.by_pass(list(found.values()))
     assert {"flash_dmoe", "fp8, flash_dmoe and kv_cache"} <= set(gains)
+
+
+def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_model_can_be_asked_about(cases):
+    beside = {name for name in records_of_benches() if name in {case.load.record for case in cases}}
+    # The others have altered shapes, drafts, sizes of graphs of somebody's choice or requests of several lengths.
+    assert beside == {
+        "2026-11-26_h200_four_bit_beside_marlin",
+        "2026-11-26_h200_stock_bf16",
+        "2026-11-26_h200_verify_two_drafts",
+        "2026-11-28_h200_four_bit_beside_bf16",
+        "2026-11-28_h200_four_bit_beside_gptq",
+    }
+    sides = {(case.load.side, case.load.holds) for case in cases if case.load.record in beside}
+    assert sides == {
+        ("four-bit", "four_bit+fp8+flash_dmoe"),
+        ("plain", "four_bit+fp8+flash_dmoe"),
+        ("ours", "four_bit+fp8+flash_dmoe+kv_cache"),
+        ("stock", "stock"),
+        ("stock, INT4", "marlin"),
+    }
+
+
+def test_servers_that_were_loaded_in_turns_have_the_shape_that_their_plans_reckoned_with(cases):
+    records = records_of_benches()
+    for case in (case for case in cases if case.load.record in records):
+        (scheduler,) = [
+            each for each in records[case.load.record]["sides"][case.load.side.split(",")[0]]["decisions"]
+            if each["pass_name"] == "scheduler"
+        ]  # fmt: skip
+        told = re.match(
+            r"a decode step of (\d+) requests at (\d+) tokens takes at least ([\d.]+) ms", *scheduler["evidence"]
+        )
+        assert told is not None
+        question = predicted_loads._question(case.load)
+        step = DecodeStep(
+            model=question.model, batch=int(told[1]), context=int(told[2]), num_gpus=1, kv_bits=question.memory.kv_bits,
+            expert_bits=question.expert_bits, linear_bits=question.linear_bits,
+        )  # fmt: skip
+        least_ms = 1e3 * decode_step_bytes(step).total / question.gpu.memory_bandwidth.value
+        assert float(told[3]) == pytest.approx(least_ms, rel=0.03)
+
+
+def test_a_length_that_a_workload_tells_is_what_its_requests_had():
+    for record in records_of_benches().values():
+        for bench in record["benches"]:
+            lengths = measured_loads._one_length(bench)
+            for load in [load for side in bench["sides"] for load in side["loads"]] if lengths else []:
+                assert measured_loads._lengths(bench["workload"], load) == lengths
+
+
+def records_of_benches() -> dict[str, Any]:
+    """Return the records of bench_beside.py."""
+    found = {path.stem: json.loads(path.read_text()) for path in measured_loads.RECORDS.glob("*_h*_*.json")}
+    return {name: record for name, record in found.items() if {"benches", "sides"} <= record.keys()}
+
+
+def beside_record(*, folder: str = "qwen3", words: str = "", tpot_ms: tuple[float, ...] = (3.0,), **fields: Any) -> Any:
+    """Return a record as benchmarks/serving/bench_beside.py writes it, of one side."""
+    words = f"--gpu-memory-utilization 0.9 --max-num-seqs 256 --max-num-batched-tokens 16384 {words}"
+    decided = [{"pass_name": name, "status": "on", "vllm_args": []} for name in ("fp8", "four_bit", "flash_dmoe")]
+    graphs = {"pass_name": "graph_capture", "status": "on", "params": {"max_capture_size": 4096}, "vllm_args": []}
+    off = {"pass_name": "kv_cache", "status": "off", "vllm_args": []}
+    benches = [
+        {
+            "description": "Prompts of 1,024 tokens, completions of 128",
+            "sides": [
+                {
+                    "name": "ours",
+                    "loads": [
+                        {
+                            "clients": 16, "completed": 64, "rounds": 2, "tpot_ms": {"median": each},
+                            "output_tokens_per_s": 1e3 / each,
+                        }
+                    ],
+                }
+            ],
+            **fields,
+        }
+        for each in tpot_ms
+    ]  # fmt: skip
+    return {
+        "command": ["bench_beside.py", "--side", f"ours {folder} @throughput +four_bit '--a b'"],
+        "sides": {"ours": {"serve_args": words.split(), "decisions": [*decided, graphs, off]}},
+        "benches": benches,
+    }  # fmt: skip
+
+
+def test_a_side_beside_others_is_predicted_as_it_was_decided_and_started(of_records):
+    record = beside_record(words="--kv-cache-memory-bytes 2G", tpot_ms=(3.0, 5.0))
+    load = of_records(h200_beside=record)["h200_beside", "tp1, graphs of prompts", 16].load
+    assert (load.side, load.holds) == ("ours", "four_bit+fp8+flash_dmoe")
+    assert (load.input_tokens, load.output_tokens, load.requests) == (1024, 128, 32)
+    assert (load.memory_share, load.cache_bytes) == (0.9, 2 * 2**30)
+    assert (load.step_tokens, load.max_running) == (16_384, 256)
+    # Both benches had this side; rates are those of all tokens over all time.
+    assert load.tpot_ms == pytest.approx(4.0)
+    assert load.tokens_per_s == pytest.approx(250.0)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(beside_record(folder="qwen3_16"), id="an altered shape"),
+        pytest.param(beside_record(words="--speculative-config {}"), id="drafts"),
+        pytest.param(beside_record(words="--cudagraph-capture-sizes 1 2048"), id="graphs of given sizes"),
+        pytest.param(beside_record(description="Turns of chats: prompts of a few hundred"), id="mixed lengths"),
+        pytest.param(beside_record(description="Prompts of 2,048 tokens, completions of 4"), id="short answers"),
+    ],
+)  # fmt: skip
+def test_a_side_beside_others_that_the_model_cannot_be_asked_about_is_left_out(of_records, record):
+    assert "h200_beside" not in {name for name, _, _ in of_records(h200_beside=record)}
+
+
+def test_a_side_of_a_model_that_nobody_has_described_is_an_error(of_records):
+    with pytest.raises(KeyError, match="qwen3_32"):
+        of_records(h200_beside=beside_record(folder="qwen3_32"))
 
 
 FAR = 0.05
