@@ -258,9 +258,12 @@ def _in_pairs(load: Any) -> bool:
 def _mean_of(starts: list[Any]) -> dict[str, Any]:
     """Return what one load took in all rounds of all starts that measured it."""
     rounds = sum(each["rounds"] for each in starts)
+    first_tokens = [(each["rounds"], found) for each in starts if (found := _mean_ttft_ms(each)) is not None]
+    counted = sum(count for count, _ in first_tokens)
     return {
         "tpot_ms": sum(each["rounds"] * each["tpot_ms"]["median"] for each in starts) / rounds,
         "tokens_per_s": rounds / sum(each["rounds"] / each["output_tokens_per_s"] for each in starts),
+        "ttft_ms": sum(count * found for count, found in first_tokens) / counted if counted else None,
     }
 
 

@@ -208,6 +208,18 @@ def test_a_layout_that_two_records_have_is_chosen_by_the_mean_of_both(of_records
     assert choice.ratio == pytest.approx(2 / (1 / 2000 + 1 / 1500) / 1900)
 
 
+def test_a_load_of_two_starts_has_the_mean_of_both(of_records):
+    record = layouts_record({"tp2": 700.0})
+    record["first_start"] = {"tp2": {"loads": [dict(load) for load in record["layouts"]["tp2"]["loads"]]}}
+    for found, ttft_ms in ((record["layouts"], 100.0), (record["first_start"], 300.0)):
+        for load in found["tp2"]["loads"]:
+            load["ttft_ms"] = {"curve": [ttft_ms, ttft_ms]}
+            load["tpot_ms"] = {"median": ttft_ms / 10}
+    load = of_records(h100_x2_mixtral=record)["h100_x2_mixtral", "tp2", 16].load
+    assert load.tpot_ms == pytest.approx(20.0)
+    assert load.ttft_ms == pytest.approx(200.0)
+
+
 def test_layouts_that_failed_are_no_cases_and_a_like_model_of_two_gpus_is_read(of_records):
     record = layouts_record({"tp2": 900.0, "tp2ep": 800.0}, model="deepseek_v2", profile="balanced")
     record["layouts"]["tp1x2"] = {"error": "longer than 260 s", "log": {}, "loads": []}
