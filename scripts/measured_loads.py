@@ -104,6 +104,8 @@ class Load:
     """Of each server; None: those that vLLM starts by itself."""
     prompt_graphs: bool = False
     """Whether CUDA graphs were captured up to the most tokens of a step, so also of those that read prompts."""
+    fused_router_tokens: int = 0
+    """Tokens of a step up to which our expert kernels had one launch for the gate and the choice of experts."""
     model: str = QWEN3_30B
     """A published configuration (tests/data/model_configs)."""
 
@@ -201,6 +203,7 @@ def _beside_load(stem: str, name: str, load: Any, lengths: tuple[int, int], *, s
         max_running=int(arguments.values["--max-num-seqs"]),
         # The plan captures each size of a step with prompts that would wait for its launches.
         prompt_graphs=captured > CAPTURED_TOKENS,
+        fused_router_tokens=decided["flash_dmoe"]["params"]["fused_router"] if "flash_dmoe" in decided else 0,
     )
 
 

@@ -334,7 +334,7 @@ def _question(load: Load) -> LayoutQuestion:
         memory=memory, gpu=gpu, gpus_per_machine=parse_layout(load.layout).num_devices, clients=load.clients,
         input_tokens=load.input_tokens, output_tokens=load.output_tokens,
         max_running=load.max_running, even_routing=True, api_servers=load.api_servers,
-        prompt_graphs=load.prompt_graphs,
+        prompt_graphs=load.prompt_graphs, fused_router_tokens=load.fused_router_tokens,
         rounds=load.requests / load.clients, load=_routing(load),
         reader_token_us=READER_TOKEN_US, reader_request_us=READER_REQUEST_US,
         speeds=SpeedTables(tables=tuple(each for path in files for each in read_tables(path))), **fields,

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEDGER = "benchmarks/records/2026-11-22_h100_decode_step.json"
+FP8_LEDGER = "benchmarks/records/2026-11-28_h200_decode_step_four_bits.json"
 PROMPT_LEDGER = "benchmarks/records/2026-11-26_h100_prompt_step.json"
 SERVED = "benchmarks/records/2026-11-22_h100_served.json"
 TABLES = "configs/kernel_speeds"
 LAYOUTS = "benchmarks/records/2026-11-26_h200_x4_layouts.json"
+ROUTER = "benchmarks/records/2026-11-26_h100_gate_topk.json"
 LONG_PROMPTS = "benchmarks/records/2026-11-24_h100_kv_cache_served.json"
 LINEARS = "benchmarks/records/2026-11-22_h100_fp8_linears.json"
 
@@ -34,8 +36,11 @@ FP8_MATRIX_FLOP_SHARE = 0.54
 """The same in FP8 with a scale for each channel, with the quantisation of the input: 0.49 and 0.59."""
 FP8_BLOCK_MATRIX_FLOP_SHARE = 0.46
 """The same with a scale for each block: 0.41 and 0.52."""
-FP8_CALL_US = 3.0
-"""Of each dense product in FP8: a kernel before it quantises its input, 3.0 us for 1 to 16 tokens (LINEARS)."""
+FP8_CALL_US = 1.5
+"""Of each dense product in FP8 with a scale for each channel, for the quantisation of its input: beside a norm 1.2 us
+more than the norm alone, after attention 1.7 for a kernel (FP8_LEDGER, 1 request)."""
+FP8_BLOCK_CALL_US = 3.0
+"""The same with a scale for each block: a kernel of its own, 3.0 us for 1 to 16 tokens (LINEARS)."""
 READ_AND_MULTIPLY_POWER = 1.5
 """Bytes and operations of a dense product overlap in part: the time is the root of the sum of both to this power. Of
 products in BF16 published in AIConfigurator 0.12 (vLLM 0.24, H100), 128 to 512 tokens are met within 15 %."""
@@ -56,6 +61,9 @@ SMALL_KERNELS_LAYER_US = 10.3
 """Router's top-k, norms, rotary embedding and cache write of one layer at batch 1: 494 us / 48."""
 SMALL_KERNELS_PASSES = 14.0
 """Passes of those over a token's hidden state: (597 - 494) us / 127 tokens at the datasheet's bandwidth."""
+FUSED_ROUTER_US = 4.4
+"""Of a layer, what one launch of ours for the gate and the choice of experts saves of two: 4.6 us for 1 token and 4.1
+for 8 (ROUTER)."""
 SAMPLING_US = 179.0
 """Sampling, and copies of tokens and logits, at batch 1: 46 + 133 us."""
 SAMPLING_PASSES = 14.1

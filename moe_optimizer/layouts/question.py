@@ -57,6 +57,8 @@ class LayoutQuestion:
     speeds: SpeedTables = field(default_factory=SpeedTables)
     our_kernels: bool = False
     """Whether our expert kernels compute where they were measured to be faster."""
+    fused_router_tokens: int = 0
+    """Tokens of a step on one GPU up to which one launch of ours multiplies the gate and chooses the experts."""
     load: ExpertLoad | None = None
     """Measured load of the experts; None: it is assumed to be uneven, or even with `even_routing`."""
     even_routing: bool = False

@@ -139,7 +139,8 @@ class StepModel:
         power = fitted.READ_AND_MULTIPLY_POWER
         more = 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
         calls = (4 + more) * model.num_layers + 1
-        calls_us = fitted.MATRIX_CALL_US * calls + fitted.FP8_CALL_US * fp8 * (2 + more) * model.num_layers
+        quantised_us = (fitted.FP8_BLOCK_CALL_US if block else fitted.FP8_CALL_US) * fp8
+        calls_us = fitted.MATRIX_CALL_US * calls + quantised_us * (2 + more) * model.num_layers
         value = 1e6 * (reading**power + computing**power) ** (1 / power) + calls_us
         return Quantity(value, "us", Source.MODELLED, f"bytes and operations, and calls as in {fitted.LEDGER}")
 
@@ -166,7 +167,14 @@ class StepModel:
         moved = fitted.SMALL_KERNELS_PASSES * tokens.total * model.hidden_size * _BYTES / bandwidth * 1e6
         of_prompts = fitted.PROMPT_TOKEN_US * tokens.prompt / self.layout.tensor_parallel_size
         value = model.num_layers * (fitted.SMALL_KERNELS_LAYER_US + moved) + of_prompts
+        if self._has_fused_router(tokens):
+            value -= fitted.FUSED_ROUTER_US * model.num_moe_layers
         return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+
+    def _has_fused_router(self, tokens: Tokens) -> bool:
+        """Whether one launch of ours stands for two of vLLM's, the gate and the choice of experts."""
+        few = tokens.total <= self.question.fused_router_tokens
+        return few and self._experts.ours and self.layout.devices_of_server == 1
 
     def _sampling_us(self, tokens: Tokens) -> Quantity:
         moved = fitted.SAMPLING_PASSES * tokens.sampled * self.question.model.vocab_size * 4

@@ -24,6 +24,7 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_model_does_not_fit,
     why_not_built,
 )
+from moe_optimizer.plan_context.fused_router import fused_router_tokens
 from moe_optimizer.plan_context.graph_arguments import argument_against_graphs, is_eager, prompts_have_graphs
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
@@ -202,6 +203,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         weights=_stored_experts(ctx, converted),
         speeds=ctx.software.kernel_speeds,
         our_kernels=_ours(ctx),
+        fused_router_tokens=fused_router_tokens(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),

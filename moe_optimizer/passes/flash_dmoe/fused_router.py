@@ -7,10 +7,8 @@ import dataclasses
 from moe_optimizer.plan.decision import Decision, Status
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.fused_router import MAX_TOKENS, OP, fused_router_tokens
 
-OP = "gate_topk"
-MAX_TOKENS = 8
-"""Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
 _RECORDS = (
     "benchmarks/records/2026-11-26_h100_one_client.json",
     "benchmarks/records/2026-11-26_h100_router_served.json",
@@ -31,7 +29,7 @@ def with_fused_router(ctx: PlanContext, decision: Decision) -> Decision:
     if setting == "auto" and ctx.parallelism.num_devices > 1:
         # No such server was measured. A rank that finds the kernel wrong ends the start: all must choose alike.
         return decision
-    if OP not in ctx.software.kernels.cuda_ops:  # the rest is each layer's own
+    if not fused_router_tokens(ctx):  # the rest is each layer's own
         if setting == "auto":
             return decision
         warning = f"flash_dmoe.fused_router ({ctx.profile_origin}): {OP} has no CUDA kernel in this build"

@@ -13,7 +13,7 @@ from moe_optimizer.layouts.experts import expert_times
 from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
-from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
+from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
 from tests.unit.layouts.questions import question
 
 ROOT = Path(__file__).parents[3]
@@ -133,8 +133,41 @@ def test_a_step_that_reads_a_prompt_takes_what_its_ledger_has(prompt):
 
 def test_products_in_fp8_quantise_their_input_but_not_the_routers():
     bf16, fp8 = (StepModel(question(gpus=1, linear_bits=bits), Layout()).parts(Tokens(1, 576)) for bits in (16, 8))
-    read = 0.5 * (bf16[MATRICES].value - 2.9 * 193) * 0.9
-    assert fp8[MATRICES].value == pytest.approx(bf16[MATRICES].value - read + 3.0 * 2 * 48, rel=0.1)
+    # Half of what is not a call are bytes of the products, the rest the head's.
+    read = 0.5 * (bf16[MATRICES].value - 2.9 * 193) * 0.72
+    assert fp8[MATRICES].value - bf16[MATRICES].value + read == pytest.approx(1.5 * 2 * 48, rel=0.15)
+
+
+def test_scales_of_blocks_are_a_kernel_for_each_product_and_scales_of_channels_are_not():
+    by_block, by_channel = (
+        StepModel(question(model, gpus=1, linear_bits=8), Layout()).parts(Tokens(1, 576))[MATRICES].value
+        for model in (qwen3_30b_a3b_fp8(), qwen3_30b_a3b())
+    )
+    assert by_block - by_channel == pytest.approx((3.0 - 1.5) * 2 * 48, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "saved"),
+    [
+        (8, Layout(), True),
+        (9, Layout(), False),
+        (1, Layout(replicas=2), True),
+        (1, Layout(tensor_parallel_size=2), False),
+    ],
+)
+def test_one_launch_for_gate_and_choice_is_of_few_tokens_on_one_gpu(tokens, layout, saved):
+    with_launch, without = (
+        StepModel(question(gpus=2, our_kernels=True, fused_router_tokens=few), layout).step_us(Tokens(tokens, 576))
+        for few in (8, 0)
+    )
+    assert without - with_launch == pytest.approx(4.4 * 48 * saved)
+
+
+def test_one_launch_for_gate_and_choice_is_not_counted_with_vllms_experts():
+    asked = question(gpus=1, our_kernels=False, fused_router_tokens=8)
+    assert StepModel(asked, Layout()).step_us(Tokens(1, 576)) == StepModel(question(gpus=1), Layout()).step_us(
+        Tokens(1, 576)
+    )
 
 
 def test_above_the_table_vllms_kernel_computes_but_not_on_weights_that_only_ours_read():
