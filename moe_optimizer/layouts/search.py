@@ -106,7 +106,8 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     """Return predictions, the best for a goal first.
 
     latency: the least time per output token, of layouts in which hardly a request waits for room, or prefill servers
-    keep up with the decode servers, if there are any;
+    keep up with the decode servers; where requests wait in all of them, as for throughput: of a fixed number of clients
+    each then has its whole answer soonest, and the time per token alone would take what lets the fewest in;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
     fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted, for
@@ -116,11 +117,12 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     if not predictions:
         return []
     first = min(_last(each, goal) for each in predictions)
-    best = min(_counted(each, goal) for each in predictions if _last(each, goal) == first)
+    counted = _goal_of_those_that_wait(goal, first)
+    best = min(_counted(each, counted) for each in predictions if _last(each, goal) == first)
 
     def key(prediction: Prediction) -> tuple[tuple[bool, bool], int, bool, bool, int, str]:
         layout = prediction.layout
-        steps = math.floor(math.log(_counted(prediction, goal) / best) / _EQUAL)
+        steps = math.floor(math.log(_counted(prediction, counted) / best) / _EQUAL)
         plain = (layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server)
         return _last(prediction, goal), steps, *plain, layout.name
 
@@ -129,13 +131,14 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
 
 def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
     """Return why a layout that is predicted to be better for a goal than the chosen one is not taken; "": it is not."""
-    if _score(prediction, goal) >= _score(chosen, goal):
+    counted = _goal_of_those_that_wait(goal, _last(chosen, goal))
+    if _score(prediction, counted) >= _score(chosen, counted):
         return ""
     if prediction.layout.disaggregated and not chosen.layout.disaggregated:
         return "prefill and decode apart come last"
     if _last(prediction, goal) > _last(chosen, goal):
         return f"more requests wait {'for room in the cache' if _waits_for_room(prediction) else 'to be read'}"
-    if _counted(prediction, goal) < _counted(chosen, goal):
+    if _counted(prediction, counted) < _counted(chosen, counted):
         return f"less than {_EQUAL:.0%} counts as none"
     if prediction.layout.tensor_parallel_size == 1:
         return f"copies have later first tokens: less than {_LATE:.0%} does not count"
@@ -146,6 +149,11 @@ def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
     """Return what puts a layout behind all others that do not have it."""
     waits = _waits_for_room(prediction) or prediction.reading_share > 1 + _FEW
     return prediction.layout.disaggregated, goal == "latency" and waits
+
+
+def _goal_of_those_that_wait(goal: Goal, last: tuple[bool, bool]) -> Goal:
+    """Return the goal by which layouts of one `_last` count among each other."""
+    return "throughput" if goal == "latency" and last[1] else goal
 
 
 def _waits_for_room(prediction: Prediction) -> bool:

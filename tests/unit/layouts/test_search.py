@@ -245,6 +245,17 @@ def test_for_latency_prefill_servers_that_keep_up_go_before_fewer_that_do_not():
     assert "to be read" in why_behind(slow, splits[0], "latency")
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_for_latency_what_answers_most_is_taken_where_requests_wait_in_every_layout(splits):
+    asked = question(gpus=8, clients=2048, input_tokens=16000, output_tokens=200)
+    found = rank(asked, "latency", Limits(), allowed=lambda each: each.disaggregated is splits).within
+    assert all(each.waiting > each.running or each.reading_share > 1.05 for each in found)
+    assert found[0].tokens_per_s > 0.98 * max(each.tokens_per_s for each in found)
+    sooner = min(found, key=lambda each: each.tpot_ms)
+    assert sooner.ttft_ms > found[0].ttft_ms
+    assert why_behind(sooner, found[0], "latency") == ""
+
+
 @pytest.mark.parametrize(("waiting", "first"), [(3, "tp2"), (10, "tp1x2")])
 def test_for_latency_a_few_that_wait_for_room_do_not_count_and_many_do(waiting, first):
     found = rank(question(gpus=2, clients=100), "latency", Limits(), allowed=by_itself).within

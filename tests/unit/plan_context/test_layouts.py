@@ -138,7 +138,7 @@ def test_a_pinned_split_may_leave_gpus_over(layout):
 
 def test_prefill_and_decode_that_are_asked_for_use_all_gpus_and_are_as_the_goal_wants_them():
     wishes = resolve_wishes(["disaggregation"], [])
-    asked = {"wishes": wishes, "clients": 1024, "input_tokens": 1024, "output_tokens": 128}
+    asked = {"wishes": wishes, "clients": 384, "input_tokens": 1024, "output_tokens": 128}
     most, quick = (planned(goal=goal, **asked) for goal in ("throughput", "latency"))
     for plan in (most, quick):
         assert choice_of(plan).layout.disaggregated
