@@ -60,6 +60,11 @@ def memory_of(question: LayoutQuestion, layout: Layout) -> MemoryPlan:
     return plan_memory(_memory_request(question, layout))
 
 
+def step_tokens(question: LayoutQuestion, layout: Layout) -> int:
+    """Return the most tokens of a step of a layout."""
+    return _memory_request(question, layout).max_num_batched_tokens
+
+
 def _memory_request(question: LayoutQuestion, layout: Layout) -> MemoryRequest:
     sequences = question.memory.max_num_seqs if question.max_running is not None else question.most_running(layout)
     if question.steps is not None and question.steps.given is not None:

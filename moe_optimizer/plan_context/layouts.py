@@ -10,8 +10,8 @@ from moe_optimizer.errors import DoesNotFitError, GoalMissedError, InputError, U
 from moe_optimizer.layouts.candidates import candidates, why_not_shape
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Ranking, rank, why_behind
-from moe_optimizer.layouts.serving import Prediction, memory_of, predict
-from moe_optimizer.plan.decision import Wish
+from moe_optimizer.layouts.serving import Prediction, memory_of, predict, step_tokens
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG, may_add_api_servers
@@ -114,7 +114,8 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
     """Return the choice with its layout predicted again, with what the passes decided of requests, steps and memory.
 
     The search knows of steps what the scheduler does, and nothing of what drafts tokens, of replicas of experts or of
-    our kernels' buffers.
+    our kernels' buffers. Where our kernels are still to be measured, a step has no more tokens than the search takes
+    it to have after that, as the layouts beside this one do.
 
     Args:
         asked: the context that the layout was chosen in.
@@ -128,6 +129,9 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
         layout_question(asked), max_running=decided.scheduler.max_num_seqs, api_servers=choice.estimate.api_servers
     )
     request = decided.memory_request(**decided.memory_terms(decided.kv_cache.kv_bits))
+    if decided.decided["flash_dmoe"].status is Status.PENDING:
+        tokens = min(request.max_num_batched_tokens, step_tokens(question, choice.layout))
+        request = dataclasses.replace(request, max_num_batched_tokens=tokens)
     prediction = predict(question, choice.layout, memory, request=request)
     return dataclasses.replace(
         choice, estimates=(_estimate(prediction, ""), *choice.estimates[1:]), parts_us=_parts_us(prediction)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.pass_params import DisaggregationParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
+from moe_optimizer.specs.kernel_speeds import TokenSpeeds
 from moe_optimizer.specs.layout import parse_layout
 from tests.builders import (
     cpu_machine,
     deepseek_v3,
     gpus,
+    kernel_speeds,
     made_plan,
     mixtral_8x7b,
     placement_load,
@@ -28,6 +31,7 @@ from tests.builders import (
     qwen3_30b_a3b,
     software,
     tiny_moe,
+    with_speeds,
 )
 
 DRAFT = DraftSpec(
@@ -292,6 +296,25 @@ def test_layouts_are_predicted_with_the_tokens_of_a_step_that_the_scheduler_take
     assert plan.decision("scheduler").params_as(SchedulerParams).max_num_batched_tokens < STEP_TOKENS
     assert found.kv_tokens == plan.memory.kv_tokens
     assert found.running == plan.memory.kv_tokens // (1024 + 512 // 2)
+
+
+def test_the_others_are_compared_with_what_is_shown_of_the_planned_layout_while_kernels_are_to_be_measured():
+    rows = [TokenSpeeds(tokens=tokens, stock_us=100 + tokens, ours_us={"few_rows": 50 + tokens / 2})
+            for tokens in (1, 64, 1024, 8192)]  # fmt: skip
+    installed = with_speeds(software(cuda_ops=("fused_experts",)), kernel_speeds(*rows, vllm="0.26.0"))
+    plan = planned(
+        profile=profile_with(performance="throughput"),
+        software=installed,
+        will_measure=True,
+        **{"clients": 64, "input_tokens": 8000, "output_tokens": 200},
+    )
+    assert plan.decision("flash_dmoe").status is Status.PENDING
+    assert plan.decision("scheduler").params_as(SchedulerParams).max_num_batched_tokens > STEP_TOKENS
+    first, *others = choice_of(plan).estimates
+    for each in others:
+        fewer = re.search(r"tokens/s ([+-]\d+)%", each.why_not)
+        assert fewer
+        assert each.tokens_per_s / first.tokens_per_s - 1 == pytest.approx(int(fewer[1]) / 100, abs=0.03)
 
 
 @pytest.mark.parametrize(
