@@ -288,6 +288,9 @@ def _allows(
         experts = Wish.ON if ctx.pinned.is_on("--enable-expert-parallel") else Wish.OFF
     needs_experts = experts is Wish.ON or _is_on(ctx, "expert_placement", "dual_batch_overlap")
     needs_one_copy = _is_on(ctx, "expert_load")
+    # As the parallelism pass has it of copies whose number alone is asked for.
+    whole = ctx.model.is_moe and ctx.model.num_experts % layout.devices_of_stage == 0
+    shares_experts = whole and experts is not Wish.OFF
     several = layout.replicas > ctx.request.num_nodes and not layout.disaggregated
     split = ctx.profile.passes.disaggregation
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
@@ -298,7 +301,7 @@ def _allows(
             tensor is None or layout.tensor_parallel_size == tensor,
             layout.data_parallel_size == (data or layout.data_parallel_size),
             # Copies without whole experts were seen in vLLM's source only: they are for who asks for them.
-            data is not None or layout.data_parallel_size == 1 or layout.expert_parallel,
+            layout.data_parallel_size == 1 or layout.expert_parallel or (data is not None and not shares_experts),
             experts is not Wish.OFF or not layout.expert_parallel,
             not needs_experts or layout.expert_parallel or layout.devices_of_stage == 1,
             not needs_one_copy or layout.data_parallel_size == 1,

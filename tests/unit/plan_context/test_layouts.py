@@ -317,6 +317,16 @@ def test_the_others_are_compared_with_what_is_shown_of_the_planned_layout_while_
         assert each.tokens_per_s / first.tokens_per_s - 1 == pytest.approx(int(fewer[1]) / 100, abs=0.03)
 
 
+def test_copies_that_are_asked_for_are_predicted_with_the_whole_experts_that_they_get():
+    plan = planned(vllm_args=["--data-parallel-size", "2"])
+    assert plan.parallelism.expert_parallel
+    assert choice_of(plan).layout.expert_parallel
+    sliced = planned(vllm_args=["--data-parallel-size", "2", "--no-enable-expert-parallel"])
+    assert not sliced.parallelism.expert_parallel
+    assert not choice_of(sliced).layout.expert_parallel
+    assert choice_of(sliced).layout.data_parallel_size == 2
+
+
 @pytest.mark.parametrize(
     "asked",
     [
