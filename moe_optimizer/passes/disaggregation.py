@@ -15,7 +15,7 @@ from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
     LOCAL,
-    UNSAFE_FLAGS,
+    UNSAFE_FLAGS_APART,
     local_servers,
     plan_port,
     router_args,
@@ -36,13 +36,6 @@ _MODULES = {
     _SHARED_FOLDER: "moe_optimizer.vllm_plugin.kv_connectors.shared_folder_connector",
 }
 """Where vLLM finds the connectors: both are subclasses of its own."""
-_UNSAFE_FLAGS = {
-    "--kv-transfer-config": "the connector between the servers is the plan's",
-    "--kv-offloading-size": "vLLM puts its connector in the place of the one between the servers; "
-    "--enable-kv-tiering adds one beside it",
-    **UNSAFE_FLAGS,
-}
-"""Arguments of the user's that the servers cannot have, and why."""
 
 
 class Disaggregation(OptimizationPass):
@@ -67,7 +60,7 @@ class Disaggregation(OptimizationPass):
         servers = sum(_counts(ctx))
         if ctx.device == "cuda" and ctx.num_gpus < servers:
             return f"needs at least {servers} GPUs, one for each server, found {ctx.num_gpus}"
-        why_not = unsafe_flag(ctx, _UNSAFE_FLAGS)
+        why_not = unsafe_flag(ctx, UNSAFE_FLAGS_APART)
         if ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, servers)
             if not why_not and ctx.model.state_bytes_per_sequence:

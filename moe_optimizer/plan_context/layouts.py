@@ -26,7 +26,7 @@ from moe_optimizer.plan_context.expert_kernel import (
 )
 from moe_optimizer.plan_context.fused_router import fused_router_tokens
 from moe_optimizer.plan_context.graph_arguments import argument_against_graphs, is_eager, prompts_have_graphs
-from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
+from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, UNSAFE_FLAGS_APART, unsafe_flag
 from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -310,6 +310,7 @@ def _allows(
             ctx.wish("replicas")[0] is not Wish.ON or several,
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
+            not layout.disaggregated or not unsafe_flag(ctx, UNSAFE_FLAGS_APART),
             not layout.disaggregated or split.prefill_servers in (None, layout.prefill_servers),
             not layout.disaggregated or split.decode_servers in (None, layout.replicas),
             piped in (1, nodes),

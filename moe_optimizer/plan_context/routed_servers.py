@@ -16,6 +16,14 @@ UNSAFE_FLAGS: Mapping[str, str] = {
     "--ssl-certfile": "vllm-router speaks plain HTTP",
 }
 """Arguments of the user's that servers behind the router cannot have, and why."""
+UNSAFE_FLAGS_APART: Mapping[str, str] = {
+    "--kv-transfer-config": "the connector between the servers is the plan's",
+    "--kv-offloading-size": "vLLM puts its connector in the place of the one between the servers; "
+    "--enable-kv-tiering adds one beside it",
+    "--speculative-config": "it was not run with disaggregation",
+    **UNSAFE_FLAGS,
+}
+"""Those that servers for prefill and decode cannot have."""
 _MAX_PORT = 65_535
 
 

@@ -20,7 +20,7 @@ from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
 from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
 from moe_optimizer.planner.plan_warnings import plan_warnings
-from moe_optimizer.planner.request_checks import check_for_device, check_request
+from moe_optimizer.planner.request_checks import check_arguments, check_for_device, check_request
 from moe_optimizer.planner.server_arguments import own_arguments, plain_arguments, serve_arguments, serve_environment
 
 _LOGGER = get_logger(__name__)
@@ -43,6 +43,7 @@ def make_plan(request: PlanRequest) -> Plan:
     context = first_context(request, device, num_gpus)
     check_wishes(context.request.wishes, device)
     asked = with_pinned_layout(context)
+    check_arguments(asked.request)
     context = asked.with_layout(choose_layout(asked))
     for optimization in all_passes():
         begin = time.perf_counter()

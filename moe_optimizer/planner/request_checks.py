@@ -68,6 +68,7 @@ _CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, str], ...] = (
     ("sparsity_24", Wish.ON, "--quantization", _GIVEN),
     ("disaggregation", Wish.ON, "--kv-transfer-config", _GIVEN),
     ("disaggregation", Wish.ON, "--kv-offloading-size", _GIVEN),
+    ("disaggregation", Wish.ON, "--speculative-config", _GIVEN),
     ("disaggregation", Wish.ON, "--ssl-certfile", _GIVEN),
     ("replicas", Wish.ON, "--ssl-certfile", _GIVEN),
 )
@@ -141,6 +142,17 @@ def _check_contradictions(request: PlanRequest) -> None:
         wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
         if section.required and wish is Wish.OFF:
             raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
+
+
+def check_arguments(request: PlanRequest) -> None:
+    """Refuse arguments of `vllm serve` that say the opposite of a flag.
+
+    Args:
+        request: with the wishes of a pinned layout.
+
+    Raises:
+        InputError: with both.
+    """
     for key, wanted, flag, opposite in _CONTRADICTING_ARGUMENTS:
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.

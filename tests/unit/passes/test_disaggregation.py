@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import GoalMissedError, InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
@@ -42,6 +42,7 @@ def on_gpus(count: int, wishes: Any = ON, **changes: Any) -> Plan:
         (gpus("h100_sxm", 2), {"pinned": {"--kv-transfer-config": "{}"}}, "--kv-transfer-config is given"),
         (gpus("h100_sxm", 2), {"pinned": {"--kv-offloading-size": "8"}}, "the place of .*; --enable-kv-tiering"),
         (gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),
+        (gpus("h100_sxm", 2), {"pinned": {"--speculative-config": "{}"}}, "not run with disaggregation"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(hardware, changes, why):
@@ -49,6 +50,15 @@ def test_what_cannot_be_is_refused_with_the_reason(hardware, changes, why):
     decision = decided_by(ctx, "disaggregation").decided["disaggregation"]
     assert decision.status is Status.REFUSED
     assert re.search(why, decision.reason)
+
+
+@pytest.mark.parametrize("argument", ["--ssl-certfile c", "--kv-transfer-config {}"])
+def test_limits_that_only_a_split_keeps_are_missed_with_an_argument_that_its_servers_cannot_have(argument):
+    asked = {"clients": 512, "input_tokens": 8000, "output_tokens": 200, "tpot_ms": 25.0, "profile": "aggressive"}
+    machine = gpus("h100_sxm", 8)
+    assert made_plan(qwen3_30b_a3b(), machine, **asked).group is not None
+    with pytest.raises(GoalMissedError):
+        made_plan(qwen3_30b_a3b(), machine, **asked, vllm_args=tuple(argument.split()))
 
 
 def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():

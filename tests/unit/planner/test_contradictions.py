@@ -88,6 +88,7 @@ def test_wrong_or_contradicting_input_names_what_was_given(changes, words):
         ("--enable-sparsity", "--quantization fp8"),
         ("--enable-disaggregation", "--kv-transfer-config {}"),
         ("--enable-disaggregation", "--ssl-certfile cert.pem"),
+        ("--enable-disaggregation", '--speculative-config {"method":"ngram"}'),
         ("--enable-replicas", "--ssl-certfile cert.pem"),
         ("--enable-expert-load", "--enable-dbo"),
         ("--disable-kv-cache", "--kv-cache-dtype fp8_e5m2"),
@@ -98,6 +99,22 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
     wishes = resolve_wishes([name], []) if kind == "enable" else resolve_wishes([], [name])
     with pytest.raises(InputError, match=re.escape(f"{flag} and {argument} after -- ")):
         made_plan(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "argument"),
+    [
+        ("tp1p1d1", '--speculative-config {"method":"ngram"}'),
+        ("tp1p1d1", "--kv-transfer-config {}"),
+        ("tp1p1d1", "--ssl-certfile cert.pem"),
+        ("tp1x2", "--ssl-certfile cert.pem"),
+        ("tp2", "--enable-expert-parallel"),
+        ("tp2ep", "--no-enable-expert-parallel"),
+    ],
+)
+def test_a_pinned_layout_and_an_argument_that_its_servers_cannot_have_are_both_named(layout, argument):
+    asked = request(qwen3_30b_a3b(), gpus("h200", 2), layout=layout, vllm_args=tuple(argument.split()))
+    assert f"--layout {layout} and {argument} after -- " in str(refused(asked, InputError))
 
 
 @pytest.mark.parametrize(
