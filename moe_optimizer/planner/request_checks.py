@@ -93,6 +93,7 @@ def check_request(request: PlanRequest) -> None:
     if request.model.servable is False:
         raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
     _check_one_planned_server(given)
+    _check_drafts(given)
     numbers = {"--gpus": request.num_gpus, "--batch-size": request.batch_size, "--max-model-len": request.max_model_len}
     for flag, value in numbers.items():
         if value is not None and value < 1:
@@ -115,6 +116,17 @@ def _check_one_planned_server(given: ServeArguments) -> None:
     for flag, kind in (("--pipeline-parallel-size", "pipeline"), ("--prefill-context-parallel-size", "context")):
         if given.value(flag) not in (None, "1"):
             raise UnsupportedError(f"{flag}: {kind} parallelism is not available in this version")
+
+
+def _check_drafts(given: ServeArguments) -> None:
+    """Refuse what vLLM would end on only after minutes: it reads this configuration late."""
+    flag = "--speculative-config"
+    text = given.value(flag)
+    if text not in (None, "None") and given.json_object(flag) is None:
+        raise InputError(
+            f"{flag}: got {text!r:.80}, expected a JSON object",
+            hint='for example {"method": "ngram", "num_speculative_tokens": 4}',
+        )
 
 
 def _check_model_len(request: PlanRequest) -> None:

@@ -52,6 +52,8 @@ from tests.unit.planner.refusal import refused
         ({"host": " "}, ("--host: got ' '",)),
         ({"port": 65536}, ("--port: got 65536",)),
         ({"dtype": "int4"}, ("--dtype: got 'int4'", "bfloat16")),
+        ({"vllm_args": ("--speculative-config", "ngram")}, ("--speculative-config: got 'ngram'", "JSON object")),
+        ({"vllm_args": ("-sc", "[4]")}, ("--speculative-config: got '[4]'", "JSON object")),
         ({"vllm_args": ("--max-num-seqs", "many")}, ("--max-num-seqs: got 'many'",)),
         ({"vllm_args": ("--gpu-memory-utilization", "2")}, ("--gpu-memory-utilization: got '2'",)),
     ],
