@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from moe_optimizer.measure.bench.workload import Workload
 
 _DEFAULT_REPETITIONS = 5
+_TOO_FEW_REPETITIONS = 2
+"""Student's distribution with one degree of freedom: an interval is tens of standard errors wide."""
 _MOST_CLIENTS = 65_536
 _BENCHMARKS_APART = 1_000_000
 """Of so many sets of prompts one is sent to a server that runs already."""
@@ -53,6 +55,10 @@ def command(options: BenchOptions) -> messages.Output:
     if options.html is not None:
         check_report_path(Path(options.html))
     request = _request(options, lines)
+    if request.repetitions == _TOO_FEW_REPETITIONS and len(request.sides) > 1:
+        lines.warn(
+            [f"--repetitions {request.repetitions}: so few rounds leave intervals that hardly show a difference"]
+        )
     lines.release()
     with progress_bar("bench", lines=lines, folder=request.folder) as show:
         result = run_bench(request, on_step=show)

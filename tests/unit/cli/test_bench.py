@@ -64,6 +64,19 @@ def test_a_switch_is_no_wish_for_the_profile_that_is_compared_with(asked: list[B
     assert not other.plan.decision("expert_load").required
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--repetitions", "2"], True), (["--repetitions", "3"], False), (["--repetitions", "2", "--against", ""], False)],
+)
+def test_two_rounds_are_said_to_show_no_difference_before_they_are_measured(
+    arguments: list[str], said: bool, asked: list[BenchRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["bench", TINY_MOE, *arguments, "--calibrate", "0"])
+    assert asked
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: --repetitions 2")]
+    assert len(warned) == said
+
+
 def test_a_server_that_runs_already_is_sent_prompts_that_no_earlier_benchmark_sent(
     asked: list[BenchRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
