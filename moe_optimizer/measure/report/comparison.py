@@ -90,6 +90,11 @@ def read_measured(path: Path) -> Measured:
         InputError: it cannot be read, or has no sides with loads.
     """
     file = path / RESULT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise InputError(
+            f"{path}: got a folder without {RESULT_FILE}, expected that of a bench run which has ended",
+            hint=f"the command of a run that was stopped, with --resume --run-dir {path}, goes on where it was",
+        )
     content = read_json(file, max_bytes=_MAX_BYTES)
     try:
         values = {_side_name(side["name"]): dict(_values(side)) for side in content["sides"]}

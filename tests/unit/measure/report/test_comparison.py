@@ -70,6 +70,12 @@ def test_other_requests_are_another_workload(change: dict[str, Any], tmp_path: P
         compare_results(mine, other)
 
 
+def test_a_folder_without_a_result_says_how_one_gets_there(tmp_path: Path):
+    with pytest.raises(InputError, match=f"{tmp_path}: .*{RESULT_FILE}") as caught:
+        read_measured(tmp_path)
+    assert f"--resume --run-dir {tmp_path}" in str(caught.value.hint)
+
+
 def test_the_folder_of_a_model_does_not_matter(tmp_path: Path):
     mine = read_measured(stored(with_environment(model="/models/x"), tmp_path / "a"))
     other = read_measured(stored(with_environment(model="/mnt/x"), tmp_path / "b"))
