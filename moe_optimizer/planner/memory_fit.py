@@ -12,7 +12,9 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.four_bits import why_not_in_four_bits
 from moe_optimizer.plan_context.layouts import least_gpus
+from moe_optimizer.specs.expert_formats import MXFP4_BITS
 from moe_optimizer.specs.quantity import bytes_in_words
 
 
@@ -99,12 +101,27 @@ def _fit_hint(asked: PlanContext, context: PlanContext, memory: MemoryPlan) -> s
         "in BF16": least_gpus(asked, expert_bits=16, linear_bits=16),
         f"in FP8{by_flag}": least_gpus(asked, expert_bits=8, linear_bits=8),
     }
+    needs |= _in_four_bits(asked, context, fp8=needs[f"in FP8{by_flag}"])
     if planned != stored:
         needs = {"as planned": planned} | needs
     words = ", ".join(f"{'no number up to 64' if each is None else each[0]} {how}" for how, each in needs.items())
     each_server = " for each server" if context.num_servers > 1 else ""
     advice = "" if planned is None else _advice(context, *planned)
     return f"GPUs of this kind needed{each_server}: {words}{advice}"
+
+
+def _in_four_bits(
+    asked: PlanContext, context: PlanContext, *, fp8: tuple[int, int] | None
+) -> dict[str, tuple[int, int]]:
+    """Return how many GPUs hold the experts in four bits, where those can be converted and need fewer than in FP8.
+
+    Four bits change the answers, so they are named only where they save GPUs.
+    """
+    if context.decided["four_bit"].status is Status.ON or why_not_in_four_bits(context):
+        return {}
+    _, linear_bits = context.converted_bits()
+    least = least_gpus(asked, expert_bits=MXFP4_BITS, linear_bits=linear_bits)
+    return {} if least is None or (fp8 is not None and least >= fp8) else {"in four bits (--enable-four-bit)": least}
 
 
 def _advice(context: PlanContext, needed: int, machines: int) -> str:

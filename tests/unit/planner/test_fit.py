@@ -13,6 +13,8 @@ import pytest
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.vllm_runs import read_vllm_runs
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
@@ -103,6 +105,21 @@ def test_what_conversion_makes_of_the_weights_is_not_called_as_stored():
     large = shaped_model(hidden=4096, layers=94, heads=64, width=1536)
     error = refused(request(large, gpus("h100_sxm", 1), "aggressive"), DoesNotFitError)
     assert gpus_needed(error) == {"as planned": 4, "as stored": 8, "in BF16": 8, "in FP8": 4}
+
+
+def test_four_bits_are_offered_where_they_need_fewer_gpus_and_our_kernels_are_built():
+    large, machine = shaped_model(hidden=4096, layers=94, heads=64, width=1536), gpus("h100_sxm", 2)
+    built = software(cuda_ops=("fused_experts", "few_rows"))
+    error = refused(request(large, machine, software=built), DoesNotFitError)
+    assert gpus_needed(error)["in four"] == 2 < gpus_needed(error)["in FP8"]
+    assert "--enable-four-bit" in str(error.hint)
+    asked = resolve_wishes(["four-bit"], [])
+    plan = made_plan(large, machine, software=built, wishes=asked, batch_size=16)
+    assert plan.decision("four_bit").status is Status.ON
+    assert "four" not in str(refused(request(large, machine, software=software(cuda_ops=())), DoesNotFitError).hint)
+    small = refused(request(mixtral_8x7b(), gpus("h100_sxm", 1), software=built), DoesNotFitError)
+    assert gpus_needed(small)["in FP8"] == 1
+    assert "four" not in str(small.hint)
 
 
 def test_where_the_requests_take_all_of_a_gpu_the_hint_is_fewer_of_them():
