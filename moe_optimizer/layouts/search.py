@@ -106,8 +106,9 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     """Return predictions, the best for a goal first.
 
     latency: the least time per output token, of layouts in which hardly a request waits for room, or prefill servers
-    keep up with the decode servers; where requests wait in all of them, as for throughput: of a fixed number of clients
-    each then has its whole answer soonest, and the time per token alone would take what lets the fewest in;
+    keep up with the decode servers. One in which they wait is as good where its first tokens come no later than those
+    of the best of these. The others come last, as for throughput: of a fixed number of clients each then has its whole
+    answer soonest, while the time per token alone would take what lets the fewest in;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
     fewer GPUs in a server before more. Slices and copies in one server count as `_MIXED` worse than predicted, for
@@ -116,44 +117,54 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     """
     if not predictions:
         return []
-    first = min(_last(each, goal) for each in predictions)
-    counted = _goal_of_those_that_wait(goal, first)
-    best = min(_counted(each, counted) for each in predictions if _last(each, goal) == first)
+    latest = _latest_ttft_ms(predictions, goal)
+    first = min(_last(each, latest) for each in predictions)
+    best = min(_counted(each, goal) for each in predictions if _last(each, latest) == first)
 
     def key(prediction: Prediction) -> tuple[tuple[bool, bool], int, bool, bool, int, str]:
-        layout = prediction.layout
-        steps = math.floor(math.log(_counted(prediction, counted) / best) / _EQUAL)
+        layout, last = prediction.layout, _last(prediction, latest)
+        steps = math.floor(math.log(_counted(prediction, "throughput" if last[1] else goal) / best) / _EQUAL)
         plain = (layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server)
-        return _last(prediction, goal), steps, *plain, layout.name
+        return last, steps, *plain, layout.name
 
     return sorted(predictions, key=key)
 
 
 def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
     """Return why a layout that is predicted to be better for a goal than the chosen one is not taken; "": it is not."""
-    counted = _goal_of_those_that_wait(goal, _last(chosen, goal))
-    if _score(prediction, counted) >= _score(chosen, counted):
+    if _score(prediction, goal) >= _score(chosen, goal):
         return ""
     if prediction.layout.disaggregated and not chosen.layout.disaggregated:
         return "prefill and decode apart come last"
-    if _last(prediction, goal) > _last(chosen, goal):
+    if goal == "latency" and _waits(prediction) and prediction.ttft_ms > chosen.ttft_ms:
         return f"more requests wait {'for room in the cache' if _waits_for_room(prediction) else 'to be read'}"
-    if _counted(prediction, counted) < _counted(chosen, counted):
+    if _counted(prediction, goal) < _counted(chosen, goal):
         return f"less than {_EQUAL:.0%} counts as none"
     if prediction.layout.tensor_parallel_size == 1:
         return f"copies have later first tokens: less than {_LATE:.0%} does not count"
     return f"slices and copies in one server were not measured: less than {_MIXED:.0%} does not count"
 
 
-def _last(prediction: Prediction, goal: Goal) -> tuple[bool, bool]:
+def _latest_ttft_ms(predictions: Sequence[Prediction], goal: Goal) -> float:
+    """Return the time to first token up to which it does not count that requests wait in a layout."""
+    if goal != "latency":
+        return math.inf
+    apart = min(each.layout.disaggregated for each in predictions)
+    comparable = [each for each in predictions if each.layout.disaggregated == apart]
+    at_once = [each for each in comparable if not _waits(each)]
+    if at_once:
+        return min(at_once, key=lambda each: _counted(each, goal)).ttft_ms
+    return max(comparable, key=lambda each: each.tokens_per_s).ttft_ms
+
+
+def _last(prediction: Prediction, latest_ttft_ms: float) -> tuple[bool, bool]:
     """Return what puts a layout behind all others that do not have it."""
-    waits = _waits_for_room(prediction) or prediction.reading_share > 1 + _FEW
-    return prediction.layout.disaggregated, goal == "latency" and waits
+    return prediction.layout.disaggregated, _waits(prediction) and prediction.ttft_ms > latest_ttft_ms
 
 
-def _goal_of_those_that_wait(goal: Goal, last: tuple[bool, bool]) -> Goal:
-    """Return the goal by which layouts of one `_last` count among each other."""
-    return "throughput" if goal == "latency" and last[1] else goal
+def _waits(prediction: Prediction) -> bool:
+    """Return whether more than a few requests wait for room, or to be read."""
+    return _waits_for_room(prediction) or prediction.reading_share > 1 + _FEW
 
 
 def _waits_for_room(prediction: Prediction) -> bool:
