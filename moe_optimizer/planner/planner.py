@@ -51,7 +51,11 @@ def make_plan(request: PlanRequest) -> Plan:
         _log(decision, time.perf_counter() - begin)
         context = context.with_decision(decision)
     if context.request.num_nodes > 1 and context.decided["disaggregation"].applier is Applier.SERVERS:
-        raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
+        _, origin = context.wish("disaggregation")
+        raise UnsupportedError(
+            f"disaggregation ({origin}): its servers share one machine, got --nodes {context.request.num_nodes}",
+            hint="--disable-disaggregation, or one machine",
+        )
     _check_load_balancer(context)
     decisions = tuple(context.decided.values())
     memory = memory_under_decisions(context)

@@ -154,9 +154,10 @@ def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) ->
     available = limit if ctx.device == "cuda" else ctx.cpu.cores
     unit = "GPUs" if ctx.device == "cuda" else "CPU cores"
     if size * data_parallel > available:
+        servers = f", the share of each of {ctx.num_servers} servers" if ctx.num_servers > 1 else ""
         raise UnsupportedError(
             f"tensor parallel size {size} x data parallel size {data_parallel}: got {size * data_parallel} devices, "
-            f"expected at most {available} {unit}"
+            f"expected at most {available} {unit}{servers}"
         )
     splits, why = _splits(ctx, size, data_parallel)
     if not splits:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import GoalMissedError, InputError
+from moe_optimizer.errors import GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
@@ -59,6 +59,17 @@ def test_limits_that_only_a_split_keeps_are_missed_with_an_argument_that_its_ser
     assert made_plan(qwen3_30b_a3b(), machine, **asked).group is not None
     with pytest.raises(GoalMissedError):
         made_plan(qwen3_30b_a3b(), machine, **asked, vllm_args=tuple(argument.split()))
+
+
+def test_a_size_that_is_more_than_a_servers_share_says_how_many_servers_share_the_gpus():
+    with pytest.raises(UnsupportedError, match=r"expected at most 4 GPUs, the share of each of 2 "):
+        on_gpus(8, vllm_args=("--tensor-parallel-size", "8"))
+
+
+def test_several_machines_are_refused_with_both_flags_and_a_way_out():
+    with pytest.raises(UnsupportedError, match=r"--enable-disaggregation.*--nodes 2") as caught:
+        on_gpus(8, num_nodes=2, num_gpus=16)
+    assert "--disable-disaggregation" in str(caught.value.hint)
 
 
 def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():
