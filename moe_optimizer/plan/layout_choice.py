@@ -19,7 +19,7 @@ class LayoutEstimate:
     tpot_ms: float
     """Time per output token."""
     ttft_ms: float
-    """Mean time to first token, waiting for room in the cache included."""
+    """Mean time to first token, waiting for room in the cache or to be read included."""
     tokens_per_s: float
     """Output tokens of all servers."""
     weight_bytes: int
@@ -34,6 +34,10 @@ class LayoutEstimate:
     """Processes of each server that take requests in and send tokens out."""
     front_end_share: float
     """Of a step of decoding, that each of those is busy; 1: the step is as long as they take."""
+    reading_share: float = 0.0
+    """Time that the prefill servers need for the prompts, over that of a request which waits for no other: above 1
+    prompts wait to be read. 0: no servers are for prompts alone.
+    """
     why_not: str = ""
     """Why it is not the one that is planned; "" for that one."""
 

@@ -430,6 +430,7 @@ def _estimate(prediction: Prediction, why_not: str) -> LayoutEstimate:
         waiting=prediction.waiting,
         api_servers=prediction.api_servers,
         front_end_share=_rounded(prediction.front_end_share),
+        reading_share=_rounded(prediction.reading_share),
         why_not=why_not,
     )
 

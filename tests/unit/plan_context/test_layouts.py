@@ -125,6 +125,12 @@ def test_a_pinned_layout_that_misses_a_limit_is_said_to():
     assert "TTFT above" not in row
 
 
+@pytest.mark.parametrize(("layout", "said"), [("tp1p1d7", True), ("tp1p6d2", False)])
+def test_a_planned_split_whose_prompts_wait_to_be_read_says_so(layout, said):
+    plan = planned(layout=layout, clients=256, input_tokens=8000, output_tokens=200)
+    assert ("wait to be read" in " ".join(layout_lines(choice_of(plan), 100))) is said
+
+
 def test_prefill_and_decode_apart_can_be_pinned():
     plan = planned(layout="tp2p1d3")
     split = plan.decision("disaggregation").params_as(DisaggregationParams)
