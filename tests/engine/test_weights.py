@@ -219,8 +219,13 @@ def test_large_matrices_are_computed_from_copies(dtype: str, tiny_model: Callabl
         x = torch.randn(MANY, module.weight.shape[1]).to(module.weight.dtype)
         with torch.inference_mode():
             got, want = module.multiplied(x), torch.nn.functional.linear(x, module.weight)
-        # Half precision keeps the bits of transformers, which multiplies so.
-        assert (got - want).abs().max() <= (2e-5 if dtype == "float32" else 0)
+        if dtype == "float32":
+            assert (got - want).abs().max() <= 2e-5
+            continue
+        # transformers multiplies as `linear` does. Several threads may add up in another order: a sum of float32 that
+        # lies between two numbers of half precision is then rounded to the other one.
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=0)
+        assert (got != want).float().mean() < 1e-3
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
