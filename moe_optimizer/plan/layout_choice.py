@@ -85,6 +85,7 @@ class LayoutChoice:
         return self.estimates[0]
 
 
-def waiting_in_words(waiting: int, running: int) -> str:
+def waiting_in_words(waiting: int, running: int, *, copies: int) -> str:
     """Return how many requests of a copy wait, which is most of a long time to the first token."""
-    return f"{waiting} of {waiting + running} requests wait for room in the cache"
+    where = " of each copy" if copies > 1 else ""
+    return f"{waiting} of {waiting + running} requests{where} wait for room in the cache"

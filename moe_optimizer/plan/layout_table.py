@@ -60,7 +60,8 @@ def _rows(each: LayoutEstimate, why: str, most: float, bar_width: int, width: in
 
 def _planned(choice: LayoutChoice) -> str:
     chosen = choice.estimate
-    notes = [waiting_in_words(chosen.waiting, chosen.running)] if chosen.waiting else []
+    copies = choice.layout.num_engines
+    notes = [waiting_in_words(chosen.waiting, chosen.running, copies=copies)] if chosen.waiting else []
     notes += ["prompts wait to be read by too few servers"] if chosen.reading_share > 1 else []
     # Only what is pinned is planned all the same.
     notes += ["TTFT above its limit"] if chosen.ttft_ms > (choice.ttft_limit_ms or math.inf) else []

@@ -54,8 +54,10 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     pinned = ctx.request.layout
     layout = None if pinned is None else parse_layout(pinned)
     if ctx.device == "cpu" or ctx.request.inside_vllm or ctx.request.engine != "vllm" or not ctx.num_gpus:
-        if pinned is not None:
-            raise UnsupportedError(f"--layout {pinned}: layouts are planned for vLLM on GPUs")
+        if layout is not None:
+            raise UnsupportedError(
+                f"--layout {layout.name}: layouts are planned for vLLM on GPUs", hint=_without_layouts(ctx, layout)
+            )
         return None
     if not ctx.request.search_layouts:
         return None
@@ -73,6 +75,18 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     if not ranking.within and layout is None:
         _refuse(ctx, ranking)
     return _choice(ctx, ranking, pinned="" if layout is None else f"--layout {layout.name}")
+
+
+def _without_layouts(ctx: PlanContext, layout: Layout) -> str | None:
+    """Return what asks for the servers of a layout where none is planned, or None."""
+    if ctx.device != "cpu" or ctx.request.engine != "vllm" or layout.devices_of_server > 1 or layout.num_servers == 1:
+        return None
+    if layout.disaggregated:
+        return (
+            f"a profile with passes: {{disaggregation: {{mode: on, prefill_servers: {layout.prefill_servers}, "
+            f"decode_servers: {layout.replicas}}}}} starts these servers"
+        )
+    return f"a profile with passes: {{replicas: {{mode: on, count: {layout.replicas}}}}} starts these servers"
 
 
 def with_pinned_layout(ctx: PlanContext) -> PlanContext:
@@ -441,7 +455,7 @@ def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
     if broken:
         return broken
     if each.waiting and not chosen.waiting:
-        return waiting_in_words(each.waiting, each.running)
+        return waiting_in_words(each.waiting, each.running, copies=each.layout.num_engines)
     slower = each.tpot_ms / chosen.tpot_ms - 1
     fewer = 1 - each.tokens_per_s / chosen.tokens_per_s
     words = [f"TPOT {slower:+.0%}"] if abs(slower) >= _LEAST_SHOWN else []

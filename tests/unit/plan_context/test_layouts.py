@@ -473,3 +473,25 @@ def test_own_graph_sizes_count_where_they_cover_a_step_of_prompts():
         for given in ((), ("--cudagraph-capture-sizes", "512", "8192"), ("--cudagraph-capture-sizes", "512"))
     ]
     assert rates[0] == rates[1] > rates[2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        ("tp1p1d2", "{disaggregation: {mode: on, prefill_servers: 1, decode_servers: 2}}"),
+        ("tp1x2", "{replicas: {mode: on, count: 2}}"),
+        ("tp2", None),
+    ],
+)
+def test_a_layout_on_a_cpu_is_refused_with_what_starts_its_servers_there(layout, hint):
+    with pytest.raises(UnsupportedError, match="on GPUs") as caught:
+        made_plan(tiny_moe(), cpu_machine(), layout=layout)
+    assert caught.value.hint == (hint and f"a profile with passes: {hint} starts these servers")
+
+
+def test_requests_that_wait_are_said_to_be_of_each_copy_where_there_are_several():
+    def shown(**changes) -> str:
+        return " ".join("\n".join(layout_lines(choice_of(planned(clients=1024, **changes)), 200)).split())
+
+    assert "requests of each copy wait" in shown(count=2, layout="tp1x2")
+    assert "requests wait" in shown(count=2, layout="tp2")
