@@ -83,10 +83,10 @@ def _without_layouts(ctx: PlanContext, layout: Layout) -> str | None:
         return None
     if layout.disaggregated:
         return (
-            f"a profile with passes: {{disaggregation: {{mode: on, prefill_servers: {layout.prefill_servers}, "
+            f"in a profile, passes: {{disaggregation: {{mode: on, prefill_servers: {layout.prefill_servers}, "
             f"decode_servers: {layout.replicas}}}}} starts these servers"
         )
-    return f"a profile with passes: {{replicas: {{mode: on, count: {layout.replicas}}}}} starts these servers"
+    return f"in a profile, passes: {{replicas: {{mode: on, count: {layout.replicas}}}}} starts these servers"
 
 
 def with_pinned_layout(ctx: PlanContext) -> PlanContext:

@@ -486,7 +486,7 @@ def test_own_graph_sizes_count_where_they_cover_a_step_of_prompts():
 def test_a_layout_on_a_cpu_is_refused_with_what_starts_its_servers_there(layout, hint):
     with pytest.raises(UnsupportedError, match="on GPUs") as caught:
         made_plan(tiny_moe(), cpu_machine(), layout=layout)
-    assert caught.value.hint == (hint and f"a profile with passes: {hint} starts these servers")
+    assert caught.value.hint == (hint and f"in a profile, passes: {hint} starts these servers")
 
 
 def test_requests_that_wait_are_said_to_be_of_each_copy_where_there_are_several():
