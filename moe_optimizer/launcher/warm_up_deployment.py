@@ -34,9 +34,8 @@ def warm_up_deployment(
     Args: as `WarmUp`.
     """
     split = plan.decision("disaggregation").params
-    together = isinstance(split, DisaggregationParams)
     services = deployment.servers
-    if isinstance(split, DisaggregationParams):
+    if together := isinstance(split, DisaggregationParams):
         services = (deployment.front,) * max(split.prefill_servers, split.decode_servers)
     steps = plan.decision("scheduler").params_as(SchedulerParams)
     shapes = Shapes(

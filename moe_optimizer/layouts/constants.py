@@ -1,7 +1,8 @@
 """Holds the constants of the step model: what a kernel takes beside its bytes and operations.
 
-Each is read from one ledger of a decode step (stock vLLM on one H100, batch sizes 1 to 128) and one of steps that read
-a prompt, or fitted to the tables of kernel speeds; of the served records one at one client is used for REQUEST_US.
+Each is read from a ledger of a decode step (stock vLLM on one H100, batch sizes 1 to 128; of FP8 ours on one H200), one
+of steps that read a prompt or a record of single kernels, or fitted to the tables of kernel speeds; of the served
+records one at one client is used for REQUEST_US.
 `scripts/model_error.py` compares all of them with the records.
 """
 

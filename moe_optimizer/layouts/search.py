@@ -115,17 +115,23 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     latency all copies as `_LATE`. Prefill and decode apart come last: they need a connector between the servers, which
     nothing else does.
     """
-    if not predictions:
-        return []
-    latest = _latest_ttft_ms(predictions, goal)
-    first = min(_last(each, latest) for each in predictions)
-    best = min(_counted(each, goal) for each in predictions if _last(each, latest) == first)
+    found: list[Prediction] = []
+    for apart in (False, True):
+        kind = [each for each in predictions if each.layout.disaggregated is apart]
+        late = _late(kind) if goal == "latency" else []
+        found += _near_ones_alike([each for each in kind if each not in late], goal)
+        found += _near_ones_alike(late, "throughput")
+    return found
 
-    def key(prediction: Prediction) -> tuple[tuple[bool, bool], int, bool, bool, int, str]:
-        layout, last = prediction.layout, _last(prediction, latest)
-        steps = math.floor(math.log(_counted(prediction, "throughput" if last[1] else goal) / best) / _EQUAL)
-        plain = (layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server)
-        return last, steps, *plain, layout.name
+
+def _near_ones_alike(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
+    """Return predictions, the best for a goal first; those that differ by `_EQUAL` at most by how plain they are."""
+    best = min((_counted(each, goal) for each in predictions), default=1.0)
+
+    def key(prediction: Prediction) -> tuple[int, bool, bool, int, str]:
+        layout = prediction.layout
+        steps = math.floor(math.log(_counted(prediction, goal) / best) / _EQUAL)
+        return steps, layout.data_parallel_size > 1, layout.expert_parallel, layout.devices_of_server, layout.name
 
     return sorted(predictions, key=key)
 
@@ -145,21 +151,16 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
     return f"slices and copies in one server were not measured: less than {_MIXED:.0%} does not count"
 
 
-def _latest_ttft_ms(predictions: Sequence[Prediction], goal: Goal) -> float:
-    """Return the time to first token up to which it does not count that requests wait in a layout."""
-    if goal != "latency":
-        return math.inf
-    apart = min(each.layout.disaggregated for each in predictions)
-    comparable = [each for each in predictions if each.layout.disaggregated == apart]
-    at_once = [each for each in comparable if not _waits(each)]
+def _late(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return those in which requests wait and first tokens come later than in the best one for latency in which none
+    wait, or where they do in all of them, than in the one that answers most.
+    """
+    at_once = [each for each in predictions if not _waits(each)]
     if at_once:
-        return min(at_once, key=lambda each: _counted(each, goal)).ttft_ms
-    return max(comparable, key=lambda each: each.tokens_per_s).ttft_ms
-
-
-def _last(prediction: Prediction, latest_ttft_ms: float) -> tuple[bool, bool]:
-    """Return what puts a layout behind all others that do not have it."""
-    return prediction.layout.disaggregated, _waits(prediction) and prediction.ttft_ms > latest_ttft_ms
+        latest = min(at_once, key=lambda each: _counted(each, "latency")).ttft_ms
+    else:
+        latest = max(predictions, key=lambda each: each.tokens_per_s).ttft_ms if predictions else 0.0
+    return [each for each in predictions if _waits(each) and each.ttft_ms > latest]
 
 
 def _waits(prediction: Prediction) -> bool:

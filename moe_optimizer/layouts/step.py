@@ -142,7 +142,10 @@ class StepModel:
         quantised_us = (fitted.FP8_BLOCK_CALL_US if block else fitted.FP8_CALL_US) * fp8
         calls_us = fitted.MATRIX_CALL_US * calls + quantised_us * (2 + more) * model.num_layers
         value = 1e6 * (reading**power + computing**power) ** (1 / power) + calls_us
-        return Quantity(value, "us", Source.MODELLED, f"bytes and operations, and calls as in {fitted.LEDGER}")
+        ledgers = fitted.LEDGER
+        if fp8:
+            ledgers += f" and {fitted.LINEARS if block else fitted.FP8_LEDGER}"
+        return Quantity(value, "us", Source.MODELLED, f"bytes and operations, and calls as in {ledgers}")
 
     def _attention_us(self, tokens: Tokens) -> Quantity:
         model, gpu, attention = self.question.model, self.question.gpu, self.question.model.attention
@@ -167,9 +170,11 @@ class StepModel:
         moved = fitted.SMALL_KERNELS_PASSES * tokens.total * model.hidden_size * _BYTES / bandwidth * 1e6
         of_prompts = fitted.PROMPT_TOKEN_US * tokens.prompt / self.layout.tensor_parallel_size
         value = model.num_layers * (fitted.SMALL_KERNELS_LAYER_US + moved) + of_prompts
+        ref = f"as in {fitted.LEDGER}"
         if self._has_fused_router(tokens):
             value -= fitted.FUSED_ROUTER_US * model.num_moe_layers
-        return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+            ref += f", less a launch as in {fitted.ROUTER}"
+        return Quantity(value, "us", Source.MODELLED, ref)
 
     def _has_fused_router(self, tokens: Tokens) -> bool:
         """Whether one launch of ours stands for two of vLLM's, the gate and the choice of experts."""

@@ -9,6 +9,7 @@ from moe_optimizer.passes.registry import required_key
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest
+from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, UNSAFE_FLAGS_APART
 
 ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """vLLM's own switch for lengths beyond the model's."""
@@ -66,11 +67,8 @@ _CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, str], ...] = (
     ("fp8", Wish.ON, "--quantization-config", _GIVEN),
     ("four_bit", Wish.ON, "--quantization", _GIVEN),
     ("sparsity_24", Wish.ON, "--quantization", _GIVEN),
-    ("disaggregation", Wish.ON, "--kv-transfer-config", _GIVEN),
-    ("disaggregation", Wish.ON, "--kv-offloading-size", _GIVEN),
-    ("disaggregation", Wish.ON, "--speculative-config", _GIVEN),
-    ("disaggregation", Wish.ON, "--ssl-certfile", _GIVEN),
-    ("replicas", Wish.ON, "--ssl-certfile", _GIVEN),
+    *(("disaggregation", Wish.ON, flag, _GIVEN) for flag in UNSAFE_FLAGS_APART),
+    *(("replicas", Wish.ON, flag, _GIVEN) for flag in UNSAFE_FLAGS),
 )
 """A wish by flag, an argument of `vllm serve`, and the values of it that say the opposite."""
 
