@@ -333,7 +333,7 @@ def on_signals(handler: Callable[..., None]) -> Iterator[None]:
 
 def make_models(jobs: Jobs, texts: Sequence[str], folder: Path) -> None:
     """Write the models that are named in `texts`."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name in jobs.models_of(texts):
         words = shlex.split(Template(jobs.models[name]).substitute(models=folder))
         script = str(ROOT / "benchmarks" / "serving" / "dummy_model.py")

@@ -31,6 +31,8 @@ _SHARED = (
     "2026-11-27_h100_x2_layouts_mixtral_tp2ep",
     "2026-11-27_h100_x2_layouts_tp2",
     "2026-11-28_h100_x2_layouts_tp2_api_servers",
+    "2026-11-28_h200_front_end",
+    "2026-11-28_h200_two_drafts",
 )
 """Records of two servers that were loaded at the same time, by processes of one host, each on GPUs of its own."""
 _API_SERVERS = "--api-server-count"
@@ -107,7 +109,7 @@ class Load:
     fused_router_tokens: int = 0
     """Tokens of a step up to which our expert kernels had one launch for the gate and the choice of experts."""
     model: str = QWEN3_30B
-    """A published configuration (tests/data/model_configs)."""
+    """A published configuration (tests/data/model_configs), or a model of benchmarks/jobs.yaml."""
 
     @property
     def served_as(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.jobs import JOBS, Jobs, make_models  # noqa: E402
+from benchmarks.serving.dummy_model import published_shapes, write_published_shape  # noqa: E402
 from benchmarks.serving.layout_entries import CACHE  # noqa: E402
 from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
@@ -29,6 +30,7 @@ from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
+from moe_optimizer.yaml_model import read_section  # noqa: E402
 from scripts.measured_loads import QWEN3_30B, TRIAL, Load, served_loads  # noqa: E402
 from tests.builders import qwen3_30b_a3b  # noqa: E402
 
@@ -365,9 +367,13 @@ def _routing(load: Load) -> ExpertLoad | None:
 
 @cache
 def _model(name: str) -> ModelSpec:
-    """Return a published model as it is inspected."""
+    """Return a published model, or one of benchmarks/jobs.yaml, as it is inspected."""
     if name == QWEN3_30B:
         return qwen3_30b_a3b()
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(ROOT / "tests" / "data" / "model_configs" / f"{name}.json", Path(folder) / "config.json")
-        return ModelInspector().inspect(Path(folder))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / name
+        if name in published_shapes():
+            write_published_shape(folder, name)
+        else:
+            make_models(read_section(Jobs, JOBS, origin=JOBS.name, what="jobs"), [f"$models/{name}"], folder.parent)
+        return ModelInspector().inspect(folder)
