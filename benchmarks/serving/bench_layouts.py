@@ -249,14 +249,14 @@ def start_of(run: Path, number: int) -> Any:
 
 
 def loads_measured(run: Path, number: int, workload: Path, options: Any) -> list[Any]:
-    """Return what was measured of a side under each load, without the rounds in which something compiled: a run that
-    was cut could not send them again.
+    """Return what was measured of a side under each load, without the rounds in which something compiled, which a run
+    that was cut could not send again, and without those that met a server that was being stopped.
     """
     loads = []
     for load in loads_of(load_workload(str(workload))):
         paths = [run / f"{Turn(number, load, each).key}.json" for each in range(options.repetitions)]
         found = [read_samples(path) for path in paths if path.exists()]
-        rounds = [each for each in found if not each.compilations]
+        rounds = [each for each in found if not each.compilations and not any(each.errors)]
         if rounds:
             loads.append(encode(load_result(load, rounds, Limits())))
     return loads

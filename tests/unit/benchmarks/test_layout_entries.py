@@ -117,14 +117,15 @@ def test_a_later_start_that_was_cut_earlier_takes_no_rounds_away(run_of) -> None
     assert layouts["tp4"]["loads"] == [load(16, 1)]
 
 
-def test_the_record_has_the_rounds_in_which_nothing_compiled_and_what_api_servers_took(tmp_path) -> None:
+def test_the_record_has_the_rounds_in_which_nothing_compiled_or_failed_and_what_api_servers_took(tmp_path) -> None:
     options = argparse.Namespace(input_tokens=8, output_tokens=2, requests_per_client=1, repetitions=1)
     workload = tmp_path / "layouts.yaml"
-    workload.write_text(bench_layouts.workload_text([1, 2], options), encoding="utf-8")
-    for turn, compilations in zip(loads_of(load_workload(str(workload))), (0, 3), strict=True):
+    workload.write_text(bench_layouts.workload_text([1, 2, 3], options), encoding="utf-8")
+    ends = ((0, ""), (3, ""), (0, "Cannot connect to host"))
+    for turn, (compilations, error) in zip(loads_of(load_workload(str(workload))), ends, strict=True):
         samples = RoundSamples(
             duration_s=1.0, ttft_s=(0.1,), e2e_s=(0.2,), itl_s=(0.1,), input_tokens=(8,), output_tokens=(2,),
-            errors=("",), energy_j=None, compilations=compilations, api_servers_s=((0.25,),),
+            errors=(error,), energy_j=None, compilations=compilations, api_servers_s=((0.25,),),
         )  # fmt: skip
         (tmp_path / f"{Turn(0, turn, 0).key}.json").write_text(json.dumps(encode(samples)), encoding="utf-8")
     found = bench_layouts.loads_measured(tmp_path, 0, workload, options)
