@@ -65,7 +65,7 @@ SHARE_OF_MEMORY = 0.92
 BATCHES = tuple(2**exponent for exponent in range(11))
 GOALS: dict[Literal["throughput", "latency"], float] = {"throughput": 0.95, "latency": 1.05}
 """Goal -> the share of the best that still counts as well chosen."""
-_WEIGHTS = {"dtype": "bf16", "fp8": "fp8_block"}
+_WEIGHTS = {"dtype": "bf16", "fp8": "fp8_block", "mxfp4": "mxfp4"}
 
 
 class Ratio(NamedTuple):

@@ -49,19 +49,29 @@ class ExpertTimes:
             return Quantity(0.0, "us", Source.MODELLED, "no tokens")
         uneven = self._busiest(tokens) / (tokens * self.shape.top_k / self.num_ranks)
         if self.table is not None:
-            # Above the last number of tokens vLLM's kernel computes; not on weights that only ours read.
-            ours = self.ours and (
-                tokens * uneven <= self.table.rows[-1].tokens or self.question.expert_bits < _FP8_BITS
-            )
-            points = _points(self.table, ours=ours, even=self.question.even_routing)
-            source = Source.MEASURED if uneven == 1 else Source.MODELLED
-            return Quantity(_interpolated(points, tokens * uneven), "us", source, self.table.source)
-        modelled, ref = self._modelled_us(tokens * uneven), f"experts fitted to {TABLES}"
+            return self._from_table(self.table, tokens * uneven, uneven=uneven)
+        modelled, ref = self._modelled_us(tokens * uneven, ours=self.ours), f"experts fitted to {TABLES}"
         if self.related is not None:
             measured = self.related.layer_us(tokens)
-            modelled *= measured.value / self.related._modelled_us(tokens)
+            modelled *= measured.value / self.related._modelled_us(tokens, ours=self.ours)
             ref = f"{ref}, scaled to width {self.related.shape.intermediate_size} in {measured.ref}"
         return Quantity(max(modelled, self._reading_again_us(tokens, tokens * uneven)), "us", Source.MODELLED, ref)
+
+    def _from_table(self, table: KernelSpeeds, tokens: float, *, uneven: float) -> Quantity:
+        """Return the time of a measured layer for so many tokens, `uneven` times those of the mean rank.
+
+        Beyond the last number that was measured it grows as modelled. In proportion it would be far too long where a
+        table ends early: up to hundreds of tokens the experts' weights are read, however many there are.
+        """
+        last = table.rows[-1].tokens
+        # Above it vLLM's kernel computes; not on weights that only ours read.
+        ours = self.ours and (tokens <= last or self.question.expert_bits < _FP8_BITS)
+        points = _points(table, ours=ours, even=self.question.even_routing)
+        source = Source.MEASURED if uneven == 1 and tokens <= last else Source.MODELLED
+        us = _interpolated(points, min(tokens, last))
+        if tokens > last:
+            us *= self._modelled_us(tokens, ours=ours) / self._modelled_us(last, ours=ours)
+        return Quantity(us, "us", source, table.source)
 
     def _reading_again_us(self, tokens: float, busiest: float) -> float:
         """Return the least time of vLLM's kernel where it reads experts more than once; 0 where it does not.
@@ -89,17 +99,17 @@ class ExpertTimes:
             return mean
         return min(pairs, mean + math.sqrt(2 * mean * math.log(self.num_ranks)))
 
-    def _modelled_us(self, tokens: float) -> float:
+    def _modelled_us(self, tokens: float, *, ours: bool) -> float:
         shape, gpu = self.shape, self.question.gpu
         bits = self.question.expert_bits
-        fit = OUR_EXPERTS if self.ours else VLLM_EXPERTS
+        fit = OUR_EXPERTS if ours else VLLM_EXPERTS
         share = shape.num_experts / shape.num_global_experts
         hit = self._experts_hit(math.ceil(tokens)) * share
         pairs = tokens * shape.top_k * share
         width = fit.tile * math.ceil(shape.intermediate_size / fit.tile)
         weights = self.question.model.expert_matrices * shape.hidden_size * width
         # vLLM's kernels take a row for every pair of the step through activation and sum, also of experts elsewhere.
-        rows = pairs if self.ours else tokens * shape.top_k
+        rows = pairs if ours else tokens * shape.top_k
         activations = rows * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
         # Kernels for fewer than 8 bits widen the weights and multiply in BF16.
         fp8 = bits == _FP8_BITS and gpu.supports("fp8")
@@ -228,12 +238,11 @@ def _points(table: KernelSpeeds, *, ours: bool, even: bool) -> list[tuple[int, f
 
 
 def _interpolated(points: Sequence[tuple[int, float]], tokens: float) -> float:
-    """Return the time between measured numbers of tokens by a power law; beyond the last in proportion."""
-    first, last = points[0], points[-1]
-    if tokens <= first[0]:
-        return first[1]
+    """Return the time between measured numbers of tokens by a power law; before the first and after the last theirs."""
+    if tokens <= points[0][0]:
+        return points[0][1]
     for (low, fast), (high, slow) in itertools.pairwise(points):
         if tokens <= high:
             share = math.log(tokens / low) / math.log(high / low)
             return fast * (slow / fast) ** share
-    return last[1] * tokens / last[0]
+    return points[-1][1]

@@ -43,11 +43,11 @@ ONE_OF_EACH = {
     ("tp2p1d1", 7, 4096, 64): (5.9223, 352.928, 617.05),
     ("tp2p1d1", 500, 128, 1024): (22.0000, 746.717, 22018.93),
     ("tp4epp1d1", 64, 128, 1024): (7.4461, 280.728, 8297.66),
-    ("tp1dp2epp1d1", 500, 512, 128): (19.3624, 1010.302, 18447.39),
+    ("tp1dp2epp1d1", 500, 512, 128): (19.3624, 953.459, 18754.67),
     ("tp1p1d1", 3000, 128, 1024): (48.4210, 99725.869, 20581.47),
 }
 """Layout, clients, prompt and answer -> TPOT and TTFT in ms and tokens/s, as they were predicted when there was one
-server of each kind only."""
+server of each kind only. Steps of the fifth have more tokens than its table, which the model has continued since."""
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)

@@ -13,8 +13,9 @@ from moe_optimizer.layouts.experts import expert_times
 from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.quantity import Source
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
-from tests.unit.layouts.questions import question
+from tests.unit.layouts.questions import TABLES, question
 
 ROOT = Path(__file__).parents[3]
 ATTENTION_US = [
@@ -188,6 +189,23 @@ def test_traffic_of_unknown_routing_reads_fewer_experts_than_even_routing():
     assert real.layer_us(16).value < 0.95 * even.layer_us(16).value
     # With many tokens all experts are read in any routing.
     assert real.layer_us(512).value == pytest.approx(even.layer_us(512).value, rel=0.05)
+
+
+@pytest.mark.parametrize("last", [256, 1024])
+def test_a_table_that_ends_early_is_continued_by_the_model(last):
+    asked = question(gpus=1)
+    cut = [
+        dataclasses.replace(each, rows=tuple(row for row in each.rows if row.tokens <= last)) for each in TABLES.tables
+    ]
+    whole, early = (
+        expert_times(dataclasses.replace(asked, speeds=SpeedTables(tables=tuple(tables))), Layout())
+        for tables in (TABLES.tables, cut)
+    )
+    assert early.layer_us(last) == whole.layer_us(last)
+    for tokens in (2048, 8192):
+        found = early.layer_us(tokens)
+        assert found.value == pytest.approx(whole.layer_us(tokens).value, rel=0.3)
+        assert found.source is Source.MODELLED
 
 
 def test_experts_that_a_measured_load_does_not_use_are_not_read():

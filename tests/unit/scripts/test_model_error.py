@@ -78,10 +78,8 @@ def test_a_limit_on_the_error_fails_and_names_what_is_further_off(cases, capsys,
     assert "gain of fp8" in said
 
 
-def test_what_passes_gain_is_met_within_10_percent_on_average_but_for_four_bits_over_int4(cases):
-    gains = {line.split(":")[0] for line in model_error.above(cases, 0.1)}
-    # docs/layout_accuracy.md says why these are predicted too low.
-    assert gains == {"gain of four_bit, fp8, flash_dmoe and kv_cache instead of INT4 of GPTQ"}
+def test_what_passes_gain_is_met_within_10_percent_on_average(cases):
+    assert model_error.above(cases, 0.1) == []
 
 
 def test_what_a_pass_gains_is_compared_with_the_same_load_without_it(cases):
@@ -259,6 +257,7 @@ def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_mode
         "2026-11-26_h200_verify_two_drafts",
         "2026-11-28_h200_four_bit_beside_bf16",
         "2026-11-28_h200_four_bit_beside_gptq",
+        "2026-11-28_h200_two_drafts",
     }
     sides = {(case.load.side, case.load.holds) for case in cases if case.load.record in beside}
     assert sides == {
