@@ -32,6 +32,8 @@ class Prediction:
     """What a layout is expected to do under the question's load."""
 
     layout: Layout
+    over_machines: bool
+    """Whether a server has GPUs of several machines."""
     memory: MemoryPlan
     tpot_ms: float
     """Time per output token of one request, after its first."""
@@ -120,6 +122,7 @@ def predict(
     waiting = clients - running
     return Prediction(
         layout=layout,
+        over_machines=layout.devices_of_server > question.gpus_per_machine,
         memory=memory,
         tpot_ms=times.tpot_us / 1e3,
         ttft_ms=(times.ttft_us + waiting / running * times.request_us) / 1e3,

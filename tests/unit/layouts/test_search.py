@@ -229,6 +229,16 @@ def test_for_latency_copies_are_taken_only_where_they_bring_more_than_the_model_
         assert ("first tokens" in why_behind(near, slices, "latency")) is not taken
 
 
+def test_for_latency_copies_over_machines_are_taken_only_where_they_bring_more_still():
+    asked = question(deepseek_v3(), gpus=8, machines=2, clients=256)
+    found = rank(asked, "latency", Limits(), allowed=by_itself).within
+    stages, copies = (next(each for each in found if each.layout.name == name) for name in ("tp8pp2", "tp1dp16ep"))
+    for factor, taken in ((1.08, False), (1.12, True)):
+        near = dataclasses.replace(copies, tpot_ms=stages.tpot_ms / factor)
+        assert (ordered([stages, near], "latency")[0] is near) is taken
+        assert ("over machines" in why_behind(near, stages, "latency")) is not taken
+
+
 def test_long_reading_is_not_all_before_the_first_token():
     short, long = (question(gpus=1, hardware="h200", clients=64, input_tokens=tokens) for tokens in (512, 8192))
     each = [rank(asked, "throughput", Limits()).within[0] for asked in (short, long)]
