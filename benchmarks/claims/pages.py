@@ -28,6 +28,7 @@ _ENGINE_ASYNC = "2026-11-26_h200_engine_throughput"
 _CPU_STARTS = ("2026-11-27_xeon_starts",)
 _STARTS, _FIRST_MINUTES = ("2026-11-26_h100_starts", "2026-11-26_h200_starts"), "2026-11-26_h100_first_minutes_16"
 _MINUTES_OF_64, _MINUTES_IN_TURNS = "2026-11-28_h100_first_minutes_64", "2026-11-28_h100_first_minutes_64_in_turns"
+_MINUTES_IN_FP8 = "2026-11-28_h200_first_minutes_64_fp8"
 
 
 def _turns(found: Any) -> list[float]:
@@ -300,6 +301,12 @@ CLAIMS = [
           "TPOT of {19.2} to {19.4} ms", ("2026-11-28_h200_first_minutes_64_ours",),
           lambda found: [each for key in ("output_tokens_per_s", "tpot_ms_median") for each in
                          _ends(stretch[key] for stretch in _loaded(found, "ours")["stretches"])]),
+    Claim("docs/usage.md", "ours was ready after {155.5} s,\nvLLM after {172.6}", (_MINUTES_IN_FP8,),
+          lambda found: [_starts(found, side)[0]["ready_s"] for side in ("ours", "vllm")]),
+    Claim("docs/usage.md", "{1.10}x to {1.13}x the tokens per second and a TPOT {1.12}x to {1.13}x as short",
+          (_MINUTES_IN_FP8,), _minutes),
+    Claim("docs/usage.md", "took it {497} ms, vLLM {2,217}", (_MINUTES_IN_FP8,),
+          lambda found: [_loaded(found, side)["stretches"][0]["ttft_ms_most"] for side in ("ours", "vllm")]),
     Claim("docs/usage.md", "took it {179} ms, stock vLLM {1,230}", (_MINUTES_OF_64,),
           lambda found: [_loaded(found, side)["stretches"][1]["ttft_ms_most"] for side in ("ours", "vllm")]),
     Claim("docs/engine.md", "{4.45} and {25.3} ms; vLLM 0.26 {4.71} and {24.7} ms", (_ENGINE_BOTH,), _decodes),

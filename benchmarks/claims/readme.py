@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.claims.claim import Claim, cases
@@ -24,6 +25,7 @@ _ONE_GPU = "2026-11-23_h100_fp8_one_gpu_served"
 _BESIDE_GPTQ = "2026-11-28_h200_four_bit_beside_gptq"
 _BESIDE_BF16 = "2026-11-28_h200_four_bit_beside_bf16"
 _CHATS, _ROUTER = "2026-11-26_h100_balanced_chat", "2026-11-26_h100_router_served"
+_MINUTES_IN_FP8 = "2026-11-28_h200_first_minutes_64_fp8"
 _QUALITY, _MEMORY = "2026-11-20_h200_fp8_quality", "2026-11-20_h200_memory_plan"
 
 
@@ -111,6 +113,13 @@ def _slowest_tokens(*records: Any) -> list[float]:
         for side in (0, 1)
     ]
     return [bound(side) for side in sides for bound in (min, max)]
+
+
+def _over_minutes(found: Any, key: str) -> list[float]:
+    """Return the medians over the minutes of ours and of vLLM's, and theirs over ours."""
+    sides = {each["side"]: each["load"]["stretches"] for each in found["starts"]}
+    ours, stock = (statistics.median(each[key] for each in sides[side]) for side in ("ours", "vllm"))
+    return [ours, stock, stock / ours]
 
 
 def _on_one_gpu(record: Any, clients: int) -> list[float]:
@@ -222,6 +231,10 @@ CLAIMS = [
           lambda found: _h100_pair(found, 256)),
     Claim(_README, "per second {2.05}x; 16 clients {1.62}x, 64 clients {1.68}x", (_H100_FP8,),
           lambda found: [_tokens_per_s_gain(found), _h100_pair(found, 16)[2], _h100_pair(found, 64)[2]]),
+    Claim(_README, "| FP8 | 64 | {13.07} / {14.70} | {1.12}x |", (_MINUTES_IN_FP8,),
+          lambda found: _over_minutes(found, "tpot_ms_median")),
+    Claim(_README, "each side on an H200 of its own; tokens per second {1.12}x |", (_MINUTES_IN_FP8,),
+          lambda found: [1 / _over_minutes(found, "output_tokens_per_s")[2]]),
     Claim(_README, "| FP8 | 1 | {3.54} / {4.16} | {1.17}x |", (_ONE_GPU,), lambda found: _on_one_gpu(found, 1)),
     Claim(_README, "16, 64 and 256 clients {1.04}x, {1.09}x and {1.18}x", (_ONE_GPU,),
           lambda found: [_on_one_gpu(found, clients)[2] for clients in (16, 64, 256)]),
