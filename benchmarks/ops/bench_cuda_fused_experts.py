@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -379,7 +379,9 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     if libraries:
         from bench_cuda_peers import PeerCase, add_peers
 
-        error_of = lambda out: errors(problems[0], out)[0]  # noqa: E731
+        def error_of(out: Any, activation: str) -> float:
+            return errors(replace(problems[0], activation=activation), out)[0]
+
         peer_errors, missing = add_peers(libraries, PeerCase(shape, dtype, weights, inputs), sides, error_of)
         absent = absent | missing
     samples = time_interleaved(sides)
