@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_optimizer import env  # noqa: E402
-from moe_optimizer.plan.multi_node import render_machines  # noqa: E402
+from moe_optimizer.plan.machine_commands import render_machines  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.proof.outcome import judge  # noqa: E402
 from moe_optimizer.proof.record import Proof, read_proofs  # noqa: E402

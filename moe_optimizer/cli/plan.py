@@ -59,7 +59,8 @@ def command(options: PlanCommandOptions) -> messages.Output:
     plan = planning.make(options)
     _check_can_be_rendered(plan, options.render)
 
-    from moe_optimizer.plan.multi_node import render_lws, render_machines
+    from moe_optimizer.plan.leader_worker_set import render_lws
+    from moe_optimizer.plan.machine_commands import render_machines
 
     render = {"ray": render_machines, "lws": render_lws}[options.render]
     return messages.Output(result=plan, render=render, notes=messages.warning_lines(plan.warnings))

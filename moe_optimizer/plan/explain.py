@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.layout_table import layout_lines
-from moe_optimizer.plan.multi_node import render_machines
+from moe_optimizer.plan.machine_commands import render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments, argument_lines
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words

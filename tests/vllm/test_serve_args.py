@@ -15,7 +15,7 @@ from moe_optimizer.errors import DoesNotFitError, UnsupportedError
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.passes.registry import resolve_wishes, switches
-from moe_optimizer.plan.multi_node import render_machines
+from moe_optimizer.plan.machine_commands import render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.plan.multi_node import render_machines
+from moe_optimizer.plan.machine_commands import render_machines
 from tests.builders import gpus, made_plan, qwen3_30b_a3b, software
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
