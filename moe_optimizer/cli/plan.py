@@ -25,15 +25,15 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
 
     Raises:
         InputError: Ray on one machine.
-        UnsupportedError: a plan without GPUs, or for servers behind a router.
+        UnsupportedError: a plan without GPUs, or for servers behind a router on one machine.
     """
     if not plan.num_gpus:
         raise UnsupportedError("--render: several machines are planned for GPUs only")
     if render == "ray" and plan.num_nodes == 1:
         raise InputError("--render ray: got one machine, expected --nodes 2 or more",
                          hint="start one machine with: moe-optimizer serve")  # fmt: skip
-    if plan.group is not None:
-        raise UnsupportedError("--render: servers behind a router run on one machine, and the launcher starts them",
+    if plan.group is not None and plan.num_nodes == 1:
+        raise UnsupportedError("--render: servers behind a router on one machine are started by the launcher",
                                hint="start them with: moe-optimizer serve")  # fmt: skip
 
 

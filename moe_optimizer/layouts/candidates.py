@@ -10,11 +10,11 @@ from moe_optimizer.specs.layout import Layout
 
 
 def candidates(question: LayoutQuestion) -> Iterator[Layout]:
-    """Yield every layout, the smallest server first; of each shape as many replicas as there are GPUs for, and on one
-    machine every way to divide as many servers between prompts and answers.
+    """Yield every layout, the smallest server first; of each shape as many replicas as there are GPUs for, and the ways
+    to divide as many servers between prompts and answers.
 
     TP stays inside a machine, because every layer waits for it; pipeline stages and data parallel copies may lie on
-    several. A server takes whole machines or a part of one.
+    several. A server takes whole machines or a part of one; one that only reads prompts or writes answers has a part.
     """
     total, each = question.num_gpus, question.gpus_per_machine
     for tensor in range(1, each + 1):
@@ -75,7 +75,25 @@ def _of_shape(question: LayoutQuestion, tensor: int, data: int, stages: int, *, 
     }
     if count:
         yield Layout(**shape, replicas=count)
-    if stages == question.num_machines == 1:
-        servers = min(each // server, question.servers_of_split or each)
-        for prefill in range(1, servers):
-            yield Layout(**shape, replicas=servers - prefill, prefill_servers=prefill)
+    if stages == 1 and server <= each:
+        for prefill, decode in _splits(question, each // server):
+            yield Layout(**shape, replicas=decode, prefill_servers=prefill)
+
+
+def _splits(question: LayoutQuestion, each: int) -> Iterator[tuple[int, int]]:
+    """Yield how many servers read prompts and how many write answers, where a machine has room for `each`.
+
+    Where nobody says how many, the servers fill the machines, and those are all alike, or each has servers of one kind.
+    That leaves out uneven splits of many machines, which are near one of these.
+    """
+    machines = question.num_machines
+    most = each * machines
+    prefill, decode = question.split
+    if prefill is None and decode is None:
+        for count in sorted({*range(machines, most, machines), *range(each, most, each)}):
+            yield count, most - count
+        return
+    prefill = most - (decode or 0) if prefill is None else prefill
+    decode = most - prefill if decode is None else decode
+    if prefill > 0 and decode > 0 and machines <= prefill + decode <= most:
+        yield prefill, decode

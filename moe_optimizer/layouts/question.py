@@ -40,8 +40,8 @@ class LayoutQuestion:
     num_machines: int = 1
     servers_per_machine: int | None = None
     """Most servers that share a machine, each for itself; None: as many as there is room for."""
-    servers_of_split: int | None = None
-    """Most prefill and decode servers together; None: as many as there is room for."""
+    split: tuple[int | None, int | None] = (None, None)
+    """Prefill and decode servers that are asked for; None: as many as there is room for beside the others."""
     clients: int
     """Clients of a closed loop, over all servers."""
     input_tokens: int

@@ -250,7 +250,9 @@ class _Loop:
         delay_us = 0.0
         if layout.disaggregated:
             sent = prompt * kv_bytes_per_token(question.memory)
-            first_us += send_us(sent, question.gpu, across_machines=False).value
+            # Of several machines any prefill server may send to any decode server: both kinds take turns by counts of
+            # their own. So every cache counts as one that crosses the network, also where some stay in a machine.
+            first_us += send_us(sent, question.gpu, across_machines=question.num_machines > 1).value
         else:
             # The prompts that a request does not wait for are read while it writes, slower; all that are read again.
             again = self._dropped * (prompt + answer / 2) / self._room

@@ -11,15 +11,13 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import DisaggregationParams, KvCacheParams
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
+from moe_optimizer.plan.server_group import LOCAL, RUN_DIR, SIDE_CHANNEL_HOST, ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
-    LOCAL,
     UNSAFE_FLAGS_APART,
-    local_servers,
     plan_port,
     router_args,
-    server_url,
+    servers_behind_router,
     undividable_cpu,
     unsafe_flag,
 )
@@ -31,6 +29,7 @@ _SIDE_CHANNEL_OFFSET = 100
 """Chosen: from the plan's port to NIXL's own; each server takes one for each of its processes."""
 _NIXL = "NixlConnector"
 _SHARED_FOLDER = "SharedFolderConnector"
+_NOT_RUN = "prefill and decode over several machines are planned, and were not run: try them before they are relied on"
 _MODULES = {
     _NIXL: "moe_optimizer.vllm_plugin.kv_connectors.prompt_checked_nixl",
     _SHARED_FOLDER: "moe_optimizer.vllm_plugin.kv_connectors.shared_folder_connector",
@@ -51,15 +50,17 @@ class Disaggregation(OptimizationPass):
     limits = (
         "tunes latency, not throughput: each server holds the whole model on its share of the devices, and every "
         "prompt's cache travels between them; requests are dealt in turns, so prompts with a common beginning may meet "
-        "different caches; on one machine"
+        "different caches; over several machines planned, not run"
     )
     no_gain = "how often a long prompt holds up answers depends on the traffic, and the model is of one step"
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for all servers, and arguments that they can have."""
-        servers = sum(_counts(ctx))
-        if ctx.device == "cuda" and ctx.num_gpus < servers:
-            return f"needs at least {servers} GPUs, one for each server, found {ctx.num_gpus}"
+        servers, machines = sum(_counts(ctx)), ctx.request.num_nodes
+        if ctx.device == "cuda" and ctx.num_gpus * machines < servers:
+            return f"needs at least {servers} GPUs, one for each server, found {ctx.num_gpus * machines}"
+        if servers < machines:
+            return f"needs at least one server on each of {machines} machines, and {servers} are asked for"
         why_not = unsafe_flag(ctx, UNSAFE_FLAGS_APART)
         if ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, servers)
@@ -75,23 +76,30 @@ class Disaggregation(OptimizationPass):
         if ctx.wish(self.name)[0] is Wish.AUTO and not chosen:
             return self.when_off(ctx, "it trades throughput for steadier latency; --enable-disaggregation asks for it")
         prefill, decode = _counts(ctx)
-        each, idle = divmod(ctx.num_gpus, prefill + decode)
+        machines, there = ctx.request.num_nodes, ctx.num_gpus * ctx.request.num_nodes
+        each = ctx.num_gpus // -(-(prefill + decode) // machines)
+        idle = there - each * (prefill + decode)
         share = number_of(each, "GPU") if ctx.device == "cuda" else "its share of the cores"
         connector = _NIXL if ctx.device == "cuda" else _SHARED_FOLDER
         return self.decision(
             ctx,
             Status.ON,
-            f"{prefill} prefill + {decode} decode, {connector}",
+            f"{prefill} prefill + {decode} decode, {connector}" + (f", {machines} machines" if machines > 1 else ""),
             f"{number_of(prefill, 'server')} for prompts and {decode} for answers, each on {share}, so that a long "
-            "prompt does not hold up running answers",
+            f"prompt does not hold up running answers{_on_machines(prefill, decode, machines)}",
             Applier.SERVERS,
             rejected={"auto": "no record says for which load it pays"},
             params=DisaggregationParams(prefill_servers=prefill, decode_servers=decode, connector=connector),
-            warnings=(f"disaggregation leaves {idle} of {ctx.num_gpus} GPUs idle",) if idle else (),
+            warnings=(
+                *((f"disaggregation leaves {idle} of {there} GPUs idle",) if idle else ()),
+                *((_NOT_RUN,) if machines > 1 else ()),
+            ),
         )
 
     def server_group(self, ctx: PlanContext, serve_args: ServeArguments) -> ServerGroup:
         """Return the servers and the router, which takes the plan's address; the servers have the ports after it.
+
+        Over several machines each of these has its servers on the same ports, and the router is on the first.
 
         Raises:
             InputError: there are no such ports.
@@ -99,20 +107,20 @@ class Disaggregation(OptimizationPass):
         params = ctx.decided[self.name].params_as(DisaggregationParams)
         names = [f"prefill-{index}" for index in range(params.prefill_servers)]
         names += [f"decode-{index}" for index in range(params.decode_servers)]
-        needed = len(names) + 1
+        machines = _machines_of(params.prefill_servers, params.decode_servers, ctx.request.num_nodes)
+        most = max(map(machines.count, machines))
+        needed = most + 1
         if ctx.device == "cuda":
-            needed = len(names) * _SIDE_CHANNEL_OFFSET + ctx.parallelism.num_devices
+            needed = most * _SIDE_CHANNEL_OFFSET + ctx.parallelism.num_devices
         port = plan_port(serve_args, ports_after=needed, asked_by=self.name)
-        servers = local_servers(ctx, serve_args, port, names)
-        parts = [word for server in servers for word in (f"--{_part(server)}", server_url(server))]
-        roles = tuple(
-            self._role(ctx, server, port + count * _SIDE_CHANNEL_OFFSET) for count, server in enumerate(servers, 1)
-        )
+        servers = servers_behind_router(ctx, serve_args, port, dict(zip(names, machines, strict=True)))
+        parts = [word for server in servers for word in (f"--{_part(server)}", server.url)]
+        roles = tuple(self._role(ctx, server, port) for server in servers)
         # In turns, of each part for itself: the default policy keeps a tree of all prompts.
-        common = router_args(serve_args, port, len(servers))
+        common = router_args(serve_args, port, machines.count(0))
         return ServerGroup(servers=roles, router_args=ServeArguments("--vllm-pd-disaggregation", *parts) + common)
 
-    def _role(self, ctx: PlanContext, server: ServerRole, side_channel: int) -> ServerRole:
+    def _role(self, ctx: PlanContext, server: ServerRole, router_port: int) -> ServerRole:
         """Return the server with its end of the connector."""
         connector = ctx.decided[self.name].params_as(DisaggregationParams).connector
         transfer: dict[str, Any] = {
@@ -120,7 +128,10 @@ class Disaggregation(OptimizationPass):
             "kv_role": _ROLES[_part(server)],
             "kv_connector_module_path": _MODULES[connector],
         }
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+        host, own_port = server.serve_args.value("--host") or LOCAL, server.serve_args.count("--port") or router_port
+        side_channel = router_port + (own_port - router_port) * _SIDE_CHANNEL_OFFSET
+        # The decode servers ask there for the memory that a cache lies in, so it must be reached from their machines.
+        environment = {SIDE_CHANNEL_HOST: host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         if ctx.device == "cpu":
             environment = server.serve_env
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
@@ -136,7 +147,26 @@ def _counts(ctx: PlanContext) -> tuple[int, int]:
     if ctx.layout is not None and ctx.layout.disaggregated:
         return ctx.layout.prefill_servers, ctx.layout.replicas
     asked = ctx.profile.passes.disaggregation
-    return asked.prefill_servers or 1, asked.decode_servers or 1
+    prefill = asked.prefill_servers or 1
+    return prefill, asked.decode_servers or max(1, ctx.request.num_nodes - prefill)
+
+
+def _machines_of(prefill: int, decode: int, machines: int) -> list[int]:
+    """Return the machine of each server, those for prompts first: all machines have as many of each kind where both
+    divide by their number. Else the servers fill them in order, so that few machines have both kinds.
+    """
+    alike = prefill % machines == decode % machines == 0
+    kinds = (prefill, decode) if alike else (prefill + decode,)
+    return [index * machines // count for count in kinds for index in range(count)]
+
+
+def _on_machines(prefill: int, decode: int, machines: int) -> str:
+    """Return where the servers lie; "" on one machine."""
+    if machines == 1:
+        return ""
+    if prefill % machines == decode % machines == 0:
+        return f"; on each of {machines} machines {prefill // machines} and {decode // machines}"
+    return f"; they fill {machines} machines in this order"
 
 
 def _part(server: ServerRole) -> str:

@@ -12,10 +12,9 @@ from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
     UNSAFE_FLAGS,
-    local_servers,
     plan_port,
     router_args,
-    server_url,
+    servers_behind_router,
     undividable_cpu,
     unsafe_flag,
 )
@@ -83,8 +82,9 @@ class Replicas(OptimizationPass):
         """
         count = ctx.decided[self.name].params_as(ReplicasParams).num_servers
         port = plan_port(serve_args, ports_after=count + 1, asked_by="several servers")
-        servers = local_servers(ctx, serve_args, port, [f"replica-{index}" for index in range(count)])
-        own = ServeArguments("--worker-urls", *map(server_url, servers))
+        names = [f"replica-{index}" for index in range(count)]
+        servers = servers_behind_router(ctx, serve_args, port, dict.fromkeys(names, 0))
+        own = ServeArguments("--worker-urls", *(server.url for server in servers))
         return ServerGroup(servers=tuple(servers), router_args=own + router_args(serve_args, port, count))
 
 

@@ -169,7 +169,8 @@ class _Page:
         if plan.num_nodes > 1:
             yield from (printable(f"  {line}".rstrip()) for line in render_machines(plan).splitlines())
             yield ""
-            yield "  Only the commands of one server over all machines, through Ray: --render ray."
+            over_all = "" if plan.group else " of one server over all machines, through Ray"
+            yield f"  Only the commands{over_all}: --render ray."
             yield "  A Kubernetes LeaderWorkerSet: --render lws."
         elif plan.group is None:
             yield from self._serve_command(plan, plan.serve_args, plan.serve_env, "RUN_DIR")

@@ -1,7 +1,8 @@
 """Renders a plan for several machines as commands for each of them. Nothing here runs anything.
 
 Where machines are replicas, each runs the plan's one command by itself. The stages of a pipeline are started through
-Ray. Of data parallel copies each machine starts its own, and they find the first machine.
+Ray. Of data parallel copies each machine starts its own, and they find the first machine. Servers for prefill and
+decode are started each on its machine, and the first one has the router before them all.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from moe_optimizer.plan.server_command import (
     files_of,
     needs_plan,
     port_of,
+    router_words,
     serve_words,
     server_environment,
     to_first_machine,
     without_address,
 )
+from moe_optimizer.plan.server_group import ServerGroup, ServerRole, machine_address
+
+_NAMED = 4
+"""Chosen: of more machines only the first and the last address are named."""
 
 
 def render_machines(plan: Plan) -> str:
     """Return the commands for every machine as lines of shell, with what they need as comments."""
     nodes, split = plan.num_nodes, plan.parallelism
     lines = comment_lines(
-        f"{plan.model.name} on {nodes} machines of {plan.num_gpus // nodes} GPUs each. Every machine has vLLM "
+        f"{plan.model.name} on {nodes} machines of {plan.hardware.num_gpus} GPUs each. Every machine has vLLM "
         f"{plan.vllm_version or '>= 0.26'}, moe-optimizer, and the model at the same path."
     )
     if needs_plan(plan):
@@ -41,6 +47,8 @@ def render_machines(plan: Plan) -> str:
     for name, folder in files_of(plan).items():
         lines += comment_lines(f"{name} lies at {folder} on every machine.")
     environment = [f"export {name}={shlex.quote(value)}" for name, value in server_environment(plan, "RUN_DIR").items()]
+    if plan.group is not None:
+        return "\n".join([*lines, *_servers_apart(plan, plan.group, environment)]) + "\n"
     if split.machines_of_copies > 1:
         return "\n".join([*lines, *_copies_of_machines(plan, environment)]) + "\n"
     if split.pipeline_parallel_size == 1:
@@ -75,6 +83,41 @@ def render_machines(plan: Plan) -> str:
         *_command(plan),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _servers_apart(plan: Plan, group: ServerGroup, environment: list[str]) -> list[str]:
+    """Return the commands of each machine's prefill and decode servers, and of the router before all of them."""
+    addresses = [machine_address(machine) for machine in range(plan.num_nodes)]
+    where = f"{', '.join(addresses[:-1])} and {addresses[-1]}"
+    if len(addresses) > _NAMED:
+        where = f"{addresses[0]} to {addresses[-1]}"
+    lines = comment_lines(
+        f"Every machine has NIXL too (pip install nixl), and machine 0 vllm-router (pip install vllm-router). {where} "
+        "stand for the machines' addresses, also in the router's command. Between the machines the ports of the "
+        "servers and of NIXL (VLLM_NIXL_SIDE_CHANNEL_PORT) and those that UCX chooses are open, and for nobody else: "
+        "the servers answer whoever reaches them."
+    )
+    for machine, address in enumerate(addresses):
+        servers = [server for server in group.servers if server.machine == machine]
+        lines += ["", *comment_lines(f"On machine {machine}, whose address is {address}:"), *environment]
+        lines += [line for server in servers for line in _server_apart(plan, server)]
+        lines += ["wait"]
+    return [
+        *lines,
+        "",
+        *comment_lines(
+            "Beside them on machine 0; it waits until all servers answer, and takes requests at its --host:"
+        ),
+        *_lines(router_words(group)),
+    ]
+
+
+def _server_apart(plan: Plan, server: ServerRole) -> list[str]:
+    gpus = ",".join(map(str, server.gpus))
+    own = {"CUDA_VISIBLE_DEVICES": gpus, **server.serve_env}
+    command = _lines(serve_words(plan, model=plan.model.path, arguments=server.serve_args))
+    command[-1] += " &"
+    return [f"# {server.name}", *(f"{name}={shlex.quote(value)} \\" for name, value in own.items()), *command]
 
 
 def _copies_of_machines(plan: Plan, environment: list[str]) -> list[str]:
@@ -128,7 +171,12 @@ def _servers_of_a_machine(plan: Plan, count: int) -> list[str]:
 
 
 def _command(plan: Plan, host: str | None = None, port: int | None = None, more: Sequence[str] = ()) -> list[str]:
-    first, *rest = serve_words(plan, model=plan.model.path, host=host, port=port)
+    return _lines(serve_words(plan, model=plan.model.path, host=host, port=port), more)
+
+
+def _lines(words: Sequence[Sequence[str]], more: Sequence[str] = ()) -> list[str]:
+    """Return a command as lines of shell; `more` are arguments as a shell takes them."""
+    first, *rest = words
     width = WIDTH - len("  " + " \\")
     arguments = [line for words in rest for line in argument_lines(words, width)]
     lines = [shlex.join(first), *(f"  {line}" for line in [*arguments, *more])]

@@ -1,12 +1,16 @@
-"""Makes the command of a server as a machine or a pod starts it: its words, environment, and what it reads."""
+"""Makes the command of a server as a machine or a pod starts it: its words, environment, and what it reads; and that of
+the router before servers for prefill and decode.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_optimizer.plan.decision import Applier
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan.server_group import ServerGroup
 
 WIDTH = 78
 """Of comments and commands."""
@@ -14,19 +18,53 @@ RAY_PORT = 6379
 """Ray's own default."""
 COPIES_PORT = 29550
 """vLLM's own default."""
+START_S = 1800
+"""Of a server, as `serve --ready-timeout`."""
 _PORT = 8000
 """vLLM's own default."""
 
 
-def serve_words(plan: Plan, *, model: str, host: str | None = None, port: int | None = None) -> list[Sequence[str]]:
-    """Return the words of the command, flag and values together."""
+def serve_words(
+    plan: Plan,
+    *,
+    model: str,
+    host: str | None = None,
+    port: int | None = None,
+    arguments: ServeArguments | None = None,
+) -> list[Sequence[str]]:
+    """Return the words of the command, flag and values together.
+
+    Args:
+        plan: what is served.
+        model: its folder.
+        host: in place of the planned one, if given.
+        port: the same.
+        arguments: those of a server of a group; None: the plan's.
+    """
     words: list[Sequence[str]] = [("vllm", "serve", model)]
-    for argument in plan.serve_args.arguments:
+    for argument in (arguments or plan.serve_args).arguments:
         own = {"--host": host, "--port": port}.get(argument.flag)
         words.append(argument.words if own is None else (argument.flag, str(own)))
     if model != plan.model.path and "--served-model-name" not in plan.serve_args:
         words.append(("--served-model-name", plan.model.name))
     return words
+
+
+def router_words(
+    group: ServerGroup, *, host: str | None = None, urls: Mapping[str, str] | None = None
+) -> list[Sequence[str]]:
+    """Return the words of the router's command, flag and values together; it waits for the servers as they start.
+
+    Args:
+        group: the servers behind it.
+        host: in place of the planned one, if given.
+        urls: of servers, planned -> other; those that are missing stay.
+    """
+    words: list[Sequence[str]] = [("vllm-router",)]
+    for argument in group.router_args.arguments:
+        own = host if argument.flag == "--host" and host else (urls or {}).get(argument.value)
+        words.append(argument.words if own is None else (argument.flag, own))
+    return [*words, ("--worker-startup-timeout-secs", str(START_S))]
 
 
 def server_environment(plan: Plan, folder: str) -> dict[str, str]:

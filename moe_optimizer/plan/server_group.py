@@ -10,6 +10,16 @@ from moe_optimizer.plan.serve_args import ServeArguments
 
 RUN_DIR = "RUN_DIR"
 """Stands for the run's folder in arguments: a plan does not know yet where it will run."""
+LOCAL = "127.0.0.1"
+"""Where the servers of one machine listen: only the router is for others."""
+
+SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+"""vLLM's variable: the address at which other servers ask a server for its caches."""
+
+
+def machine_address(machine: int) -> str:
+    """Return what stands for the address of one of several machines: a plan does not know which ones they will be."""
+    return f"ADDRESS_{machine}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +33,14 @@ class ServerRole:
     serve_env: Mapping[str, str]
     """Environment variables on top of the plan's."""
     gpus: tuple[int, ...]
-    """Which of the GPUs that the launcher sees are its own; () on the CPU."""
+    """Which of the GPUs of its machine that the launcher sees are its own; () on the CPU."""
+    machine: int = 0
+    """Which of the plan's machines it lies on, counted from 0; the router is on that one."""
+
+    @property
+    def url(self) -> str:
+        """Where the router finds it."""
+        return f"http://{self.serve_args.value('--host')}:{self.serve_args.value('--port')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +51,11 @@ class ServerGroup:
     """Those of disaggregation in the order in which a request passes through them."""
     router_args: ServeArguments
     """All arguments of `vllm-router`."""
+
+    @property
+    def num_machines(self) -> int:
+        """Machines that have a server."""
+        return len({server.machine for server in self.servers})
 
     def with_common(self, common: ServeArguments, *, instead_of: ServeArguments) -> ServerGroup:
         """Return the group with other arguments that its servers have in common; what a server has alone stays."""

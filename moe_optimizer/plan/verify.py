@@ -96,12 +96,22 @@ def _verify_arguments(plan: Plan, user_args: ServeArguments) -> None:
 def _verify_group(plan: Plan, group: ServerGroup) -> None:
     names = [server.name for server in group.servers]
     assert len(set(names)) == len(names) > 1, f"servers {names}"
-    addresses = [group.router_args, *(server.serve_args for server in group.servers)]
-    ports = [arguments.value("--port") for arguments in addresses]
-    assert len(set(ports)) == len(ports), f"two parts listen on one port: {ports}"
-    gpus = [gpu for server in group.servers for gpu in server.gpus]
-    assert sorted(gpus) == list(range(plan.num_gpus)), f"{plan.num_gpus} GPUs are used, the servers have {gpus}"
+    of_machines = [[each for each in group.servers if each.machine == machine] for machine in range(plan.num_nodes)]
+    placed = sum(map(len, of_machines))
+    assert all(of_machines), f"a machine of {plan.num_nodes} has no server: {group.servers}"
+    assert placed == len(names), f"{len(names) - placed} servers lie on no machine of {plan.num_nodes}"
+    for machine, servers in enumerate(of_machines):
+        ports = [server.serve_args.value("--port") for server in servers]
+        ports += [group.router_args.value("--port")] if machine == 0 else []
+        assert len(set(ports)) == len(ports), f"two parts of machine {machine} listen on one port: {ports}"
+        gpus = [gpu for server in servers for gpu in server.gpus]
+        assert sorted(gpus) == list(range(len(gpus))), f"the servers of machine {machine} have GPUs {gpus}"
+        assert len(gpus) <= plan.hardware.num_gpus, f"{len(gpus)} GPUs of {plan.hardware.num_gpus} on machine {machine}"
+    used = sum(len(server.gpus) for server in group.servers)
+    assert used == plan.num_gpus, f"{plan.num_gpus} GPUs are used, the servers have {used}"
     for server in group.servers:
+        asked = group.router_args.words.count(server.url)
+        assert asked == 1, f"the router is told {asked} times of {server.url}: {group.router_args}"
         for decision in plan.decisions:
             for argument in decision.vllm_args.arguments:
                 assert argument in server.serve_args.arguments, f"{decision.pass_name}: {argument}, {server}"

@@ -60,7 +60,7 @@ class PlanContext:
     dtype: str
     """What the parts that are not quantised are computed in."""
     num_servers: int = 1
-    """Servers that share this machine evenly; what is planned is one of them."""
+    """Servers that share a machine evenly, of several the fullest one; what is planned is one of them."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
     layout_choice: LayoutChoice | None = None
     """The layout that the search chose; None: nothing was predicted, and the passes go by their own rules."""
@@ -118,9 +118,13 @@ class PlanContext:
         return self.request.vllm_args
 
     def with_layout(self, choice: LayoutChoice | None) -> PlanContext:
-        """Return the context for the chosen layout; over several machines each may be divided between servers."""
+        """Return the context for the chosen layout; over several machines each may be divided between servers.
+
+        Servers for prefill and decode are divided by the pass that plans them.
+        """
         nodes = self.request.num_nodes
-        servers = 1 if choice is None or nodes == 1 else max(1, choice.layout.replicas // nodes)
+        whole = choice is not None and nodes > 1 and not choice.layout.disaggregated
+        servers = max(1, choice.layout.replicas // nodes) if choice is not None and whole else 1
         workload = self.workload
         if choice is not None and self.batch_is_of_clients:
             workload = dataclasses.replace(workload, batch_size=requests_of_engine(self.clients, choice.layout))
@@ -133,6 +137,8 @@ class PlanContext:
         """Return the context for the passes after `decision`."""
         params = decision.params
         servers = params.num_servers if isinstance(params, (DisaggregationParams, ReplicasParams)) else 1
+        # Of the fullest machine: what is planned of a server must hold on each.
+        servers = -(-servers // self.request.num_nodes)
         return dataclasses.replace(
             self,
             num_gpus=self.num_gpus // servers,

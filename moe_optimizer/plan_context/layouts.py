@@ -210,7 +210,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         gpus_per_machine=ctx.num_gpus,
         num_machines=request.num_nodes,
         servers_per_machine=_most_servers(ctx),
-        servers_of_split=_servers_of_split(ctx),
+        split=_asked_split(ctx),
         clients=ctx.clients,
         input_tokens=ctx.workload.input_tokens,
         output_tokens=ctx.workload.output_tokens,
@@ -280,14 +280,13 @@ def _most_servers(ctx: PlanContext) -> int | None:
     return ctx.section("replicas").count
 
 
-def _servers_of_split(ctx: PlanContext) -> int | None:
-    """Return how many prefill and decode servers there may be together; None: as many as fit."""
+def _asked_split(ctx: PlanContext) -> tuple[int | None, int | None]:
+    """Return how many prefill and decode servers are asked for; None: the search says it."""
     if ctx.request.layout is not None:
-        return parse_layout(ctx.request.layout).num_servers
+        pinned = parse_layout(ctx.request.layout)
+        return pinned.prefill_servers, pinned.replicas
     asked = ctx.profile.passes.disaggregation
-    if asked.prefill_servers is None or asked.decode_servers is None:
-        return None
-    return asked.prefill_servers + asked.decode_servers
+    return asked.prefill_servers, asked.decode_servers
 
 
 def _allows(
@@ -306,7 +305,6 @@ def _allows(
     whole = ctx.model.is_moe and ctx.model.num_experts % layout.devices_of_stage == 0
     shares_experts = whole and experts is not Wish.OFF
     several = layout.replicas > ctx.request.num_nodes and not layout.disaggregated
-    split = ctx.profile.passes.disaggregation
     nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
     piped, machines = layout.pipeline_parallel_size, -(-layout.devices_of_stage // ctx.num_gpus)
     across_nodes = "pipeline" if piped > 1 else "data_parallel" if machines > 1 else "replicas"
@@ -325,13 +323,12 @@ def _allows(
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
             not layout.disaggregated or not unsafe_flag(ctx, UNSAFE_FLAGS_APART),
-            not layout.disaggregated or split.prefill_servers in (None, layout.prefill_servers),
-            not layout.disaggregated or split.decode_servers in (None, layout.replicas),
             piped in (1, nodes),
             # The copies of a server lie on several machines with whole experts only.
             machines == 1 or layout.expert_parallel,
             nodes == 1 or across in ("auto", across_nodes),
-            not ctx.request.one_server or piped == nodes,
+            # Servers for prompts and answers that are asked for are several.
+            not ctx.request.one_server or piped == nodes or ctx.wish("disaggregation")[0] is Wish.ON,
         )
     )
 
@@ -366,7 +363,7 @@ def _how_to_get(ctx: PlanContext, layout: Layout) -> str | None:
         return None
     if needed <= most * ctx.request.num_nodes:
         return f"--gpus {needed}"
-    if needed % most or layout.disaggregated:
+    if needed % most or (layout.disaggregated and layout.devices_of_server > most):
         return None
     return f"moe-optimizer plan --gpus {needed} --nodes {needed // most}"
 
@@ -376,8 +373,12 @@ def _why_not_over_machines(ctx: PlanContext, layout: Layout) -> str:
     machine = f"a machine of {ctx.num_gpus} GPUs"
     if layout.tensor_parallel_size > ctx.num_gpus:
         return f"slices of a layer stay in {machine}"
+    if layout.disaggregated and layout.devices_of_server > ctx.num_gpus:
+        return f"a server that only reads prompts or writes answers has one machine, here {machine}"
+    if layout.disaggregated and layout.num_servers < ctx.request.num_nodes:
+        return f"each of {ctx.request.num_nodes} machines has one of the servers at least"
     if layout.disaggregated:
-        return "prefill and decode servers share one machine"
+        return f"{machine} has room for {ctx.num_gpus // layout.devices_of_server} of the servers"
     if layout.pipeline_parallel_size > 1:
         return f"each of the {layout.pipeline_parallel_size} stages of a pipeline has {machine}"
     return ""

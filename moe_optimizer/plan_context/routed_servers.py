@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.plan.server_group import ServerRole
+from moe_optimizer.plan.server_group import LOCAL, ServerRole, machine_address
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 
-LOCAL = "127.0.0.1"
-"""Where the servers listen: only the router is for others."""
 UNSAFE_FLAGS: Mapping[str, str] = {
     "--ssl-certfile": "vllm-router speaks plain HTTP",
 }
@@ -56,28 +55,44 @@ def plan_port(serve_args: ServeArguments, *, ports_after: int, asked_by: str) ->
     return port
 
 
-def local_servers(ctx: PlanContext, serve_args: ServeArguments, port: int, names: Sequence[str]) -> list[ServerRole]:
-    """Return servers that only the router talks to: ports after the router's, each with its share of the devices."""
+def servers_behind_router(
+    ctx: PlanContext, serve_args: ServeArguments, port: int, machine_of: Mapping[str, int]
+) -> list[ServerRole]:
+    """Return servers that only the router talks to: ports after the router's, each with its share of the devices.
+
+    Args:
+        ctx: with the decision how the devices of a server share the model.
+        serve_args: what the servers have in common.
+        port: the router's. The servers of each machine begin after it.
+        machine_of: name -> machine, counted from 0, in the order of the servers.
+    """
     on_cpu, each = ctx.device == "cpu", ctx.parallelism.num_devices
-    cores = core_lists(ctx.cpu.core_ids, len(names)) if on_cpu else ()
-    return [
-        ServerRole(
-            name=name,
-            serve_args=serve_args.overridden_by(ServeArguments("--host", LOCAL, "--port", str(port + 1 + index))),
-            serve_env={BINDING: cores[index]} if on_cpu else {},
-            gpus=() if on_cpu else tuple(range(index * each, (index + 1) * each)),
+    cores = core_lists(ctx.cpu.core_ids, len(machine_of)) if on_cpu else ()
+    placed, servers = Counter[int](), list[ServerRole]()
+    for name, machine in machine_of.items():
+        place, host = placed[machine], LOCAL if ctx.request.num_nodes == 1 else machine_address(machine)
+        placed[machine] += 1
+        address = ServeArguments("--host", host, "--port", str(port + 1 + place))
+        servers.append(
+            ServerRole(
+                name=name,
+                serve_args=serve_args.overridden_by(address),
+                serve_env={BINDING: cores[place]} if on_cpu else {},
+                gpus=() if on_cpu else tuple(range(place * each, (place + 1) * each)),
+                machine=machine,
+            )
         )
-        for index, name in enumerate(names)
-    ]
-
-
-def server_url(server: ServerRole) -> str:
-    """Return where the router finds a server."""
-    return f"http://{LOCAL}:{server.serve_args.value('--port')}"
+    return servers
 
 
 def router_args(serve_args: ServeArguments, port: int, num_servers: int) -> ServeArguments:
-    """Return the router's arguments but for its servers: address, a port for its metrics, requests in turns."""
+    """Return the router's arguments but for its servers: address, a port for its metrics, requests in turns.
+
+    Args:
+        serve_args: with the plan's address, which it takes.
+        port: the plan's.
+        num_servers: those of its own machine, which have the ports after it.
+    """
     host, metrics_port = serve_args.value("--host") or LOCAL, str(port + 1 + num_servers)
     address = ServeArguments("--host", host, "--port", str(port), "--prometheus-port", metrics_port)
     return address + ServeArguments("--policy", "round_robin", "--worker-startup-check-interval", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.plan.pass_params import DisaggregationParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
 
@@ -75,6 +76,8 @@ def used_gpus(context: PlanContext) -> int:
     """Return the GPUs that the servers take under all decisions, of all machines together; 0 on the CPU."""
     if context.device == "cpu":
         return 0
-    split = context.parallelism
+    split, apart = context.parallelism, context.params(DisaggregationParams)
+    if apart is not None:
+        return split.num_devices * apart.num_servers
     each = split.num_devices // split.machines_of_copies * context.num_servers
     return each * context.request.num_nodes

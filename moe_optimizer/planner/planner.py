@@ -50,12 +50,6 @@ def make_plan(request: PlanRequest) -> Plan:
         decision = _without_users(optimization.decide(context), request.vllm_args)
         _log(decision, time.perf_counter() - begin)
         context = context.with_decision(decision)
-    if context.request.num_nodes > 1 and context.decided["disaggregation"].applier is Applier.SERVERS:
-        _, origin = context.wish("disaggregation")
-        raise UnsupportedError(
-            f"disaggregation ({origin}): its servers share one machine, got --nodes {context.request.num_nodes}",
-            hint="--disable-disaggregation, or one machine",
-        )
     _check_load_balancer(context)
     decisions = tuple(context.decided.values())
     memory = memory_under_decisions(context)

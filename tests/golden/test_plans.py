@@ -85,6 +85,7 @@ CASES = {
     "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), "replicas"),
     "qwen3-30b-a3b_h200-x2_disaggregated": (qwen3_30b_a3b, ("h200", 2), "disaggregated"),
     "qwen3-30b-a3b_h200-x4_split": (qwen3_30b_a3b, ("h200", 4), "split"),
+    "qwen3-30b-a3b_h200-x4_split_2-machines": (qwen3_30b_a3b, ("h200", 4), "split"),
     "qwen3-30b-a3b_h200-x2_tiered": (qwen3_30b_a3b, ("h200", 2), "tiered"),
     "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),

@@ -16,7 +16,7 @@ def golden_groups(kind: str) -> list[ServerGroup]:
     return groups
 
 
-@pytest.mark.parametrize("kind", ["disaggregated", "split", "tiered", "replicas"])
+@pytest.mark.parametrize("kind", ["disaggregated", "split", "split_2-machines", "tiered", "replicas"])
 def test_vllm_parses_the_arguments_of_every_server(kind: str) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -29,13 +29,13 @@ def test_vllm_parses_the_arguments_of_every_server(kind: str) -> None:
 
 def test_the_router_is_told_who_prefills_and_who_decodes() -> None:
     router = pytest.importorskip("vllm_router.launch_router")
-    for group in (*golden_groups("disaggregated"), *golden_groups("split")):
+    for group in (group for kind in ("disaggregated", "split", "split_2-machines") for group in golden_groups(kind)):
         parsed = router.parse_router_args(list(group.router_args.words))
         assert (parsed.port, parsed.policy) == (8000, "round_robin")
         given = {"prefill": [url for url, _ in parsed.prefill_urls], "decode": parsed.decode_urls}
         for part, urls in given.items():
-            ports = [each.serve_args.value("--port") for each in group.servers if each.name.startswith(part)]
-            assert urls == [f"http://127.0.0.1:{port}" for port in ports] != []
+            servers = [each.serve_args for each in group.servers if each.name.startswith(part)]
+            assert urls == [f"http://{each.value('--host')}:{each.value('--port')}" for each in servers] != []
 
 
 def test_the_router_deals_to_whole_servers_in_turns() -> None:

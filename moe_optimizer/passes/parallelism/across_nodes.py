@@ -1,4 +1,4 @@
-"""Spreads a model over several machines: as replicas, as data parallel copies of one server, or as its pipeline."""
+"""Spreads a model over several machines: as whole servers, as copies of one server, or as its pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.plan.pass_params import ParallelismParams
+from moe_optimizer.plan.pass_params import DisaggregationParams, ParallelismParams
 from moe_optimizer.plan_context.context import PlanContext
 
 
@@ -37,7 +37,8 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
 
     Raises:
         UnsupportedError: a pipeline is asked for or needed together with data parallel copies, or of more machines
-            than there are layers; copies over machines are asked for and no such layout is known to fit.
+            than there are layers; copies over machines are asked for and no such layout is known to fit; one server
+            over all machines is asked for beside servers for prefill and decode.
     """
     if machines_of_copies(ctx) > 1:
         return _copies_over_machines(ctx, split)
@@ -45,8 +46,8 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
     origin = ctx.profile_origin
     if ctx.request.one_server:
         wished, origin = "pipeline", "--render ray"
-    if nodes == 1:
-        return AcrossNodes(split=split)
+    if nodes == 1 or ctx.params(DisaggregationParams) is not None:
+        return AcrossNodes(split=split, reason=_apart(ctx))
     if ctx.layout is not None and ctx.layout_choice is not None and ctx.layout_choice.pinned_by:
         wished = "pipeline" if ctx.layout.pipeline_parallel_size > 1 else "replicas"
         origin = ctx.layout_choice.pinned_by
@@ -92,6 +93,25 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         rejected={larger: "every layer would wait for the network between the machines"},
         warnings=(_ONE_HOST,),
     )
+
+
+def _apart(ctx: PlanContext) -> str:
+    """Return how servers for prefill and decode lie on several machines; "" on one.
+
+    Raises:
+        UnsupportedError: the profile asks for one server over all machines.
+    """
+    wished = ctx.profile.passes.parallelism.across_nodes
+    if ctx.request.num_nodes == 1:
+        return ""
+    if wished in ("pipeline", "data_parallel") and not (ctx.layout_choice and ctx.layout_choice.pinned_by):
+        _, origin = ctx.wish("disaggregation")
+        raise UnsupportedError(
+            f"disaggregation ({origin}) and across_nodes: {wished} ({ctx.profile_origin}) contradict each other: each "
+            "server for prefill or decode has one machine or a part of it",
+            hint="--disable-disaggregation, or across_nodes: auto in the profile",
+        )
+    return "every server lies within a machine, and between machines only the caches of prompts travel"
 
 
 def _copies_over_machines(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:

@@ -30,11 +30,6 @@ TWO = ["plan", TINY_MOE, "--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2
         ),
         (["--hardware", "cpu", "--nodes", "2"], "several machines", ExitCode.UNSUPPORTED),
         (["--hardware", "cpu", "--render", "lws"], "several machines", ExitCode.UNSUPPORTED),
-        (
-            ["--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2", "--enable-disaggregation"],
-            "one machine",
-            ExitCode.UNSUPPORTED,
-        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -72,6 +67,28 @@ def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.Captur
     assert main([*TWO, "--render", "lws"]) == ExitCode.OK
     kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds[-2:] == ["Service", "LeaderWorkerSet"]
+
+
+@pytest.mark.parametrize("asked", [["--enable-disaggregation"], ["--layout", "tp1p2d14"]])
+def test_prefill_and_decode_over_machines_are_shown_and_rendered(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for form in ([], ["--explain"], ["--json"], ["--render", "ray"], ["--render", "lws"]):
+        assert main([*TWO, *asked, *form]) == ExitCode.OK
+        shown[form[-1] if form else ""] = capsys.readouterr().out
+    plan = json.loads(shown["--json"])
+    servers = plan["group"]["servers"]
+    assert {server["machine"] for server in servers} == {0, 1}
+    assert plan["num_gpus"] == sum(len(server["gpus"]) for server in servers) == 16
+    commands = shown["ray"]
+    assert commands.count("vllm serve ") == len(servers)
+    assert commands.count("vllm-router \\") == 1
+    for page in (shown[""], shown["--explain"]):
+        assert page.count("vllm serve ") == len(servers)
+        assert "of one server over all machines" not in page
+    kinds = [document["kind"] for document in yaml.safe_load_all(shown["lws"])]
+    assert kinds[-4:] == ["Service", "LeaderWorkerSet", "LeaderWorkerSet", "Deployment"]
 
 
 def test_the_plan_as_data_has_the_machines(capsys: pytest.CaptureFixture[str]) -> None:

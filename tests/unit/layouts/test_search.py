@@ -106,8 +106,9 @@ def test_the_choice_has_95_percent_of_the_best_tokens_per_s_by_aiconfigurator(cl
     assert known[chosen] >= 0.95 * max(known.values())
 
 
-def test_prefill_and_decode_apart_come_after_everything_else():
-    within = rank(question(gpus=8, clients=256), "balanced", Limits()).within
+@pytest.mark.parametrize("machines", [1, 2])
+def test_prefill_and_decode_apart_come_after_everything_else(machines):
+    within = rank(question(gpus=8, machines=machines, clients=256), "balanced", Limits()).within
     apart = [each.layout.disaggregated for each in within]
     assert True in apart
     assert apart == sorted(apart)
@@ -124,6 +125,13 @@ def test_of_servers_over_machines_all_that_fit_are_ranked():
     asked = question(deepseek_v3(), gpus=8, machines=2, clients=64, expert_bits=8, linear_bits=8)
     found = {each.layout.name for each in rank(asked, "throughput", Limits()).within}
     assert {"tp8pp2", "tp1dp16ep", "tp8dp2ep"} <= found
+
+
+def test_prefill_and_decode_servers_that_do_not_fit_a_machine_are_not_taken_over_several():
+    asked = question(deepseek_v3(), gpus=8, machines=2, clients=64, expert_bits=8, linear_bits=8)
+    found = rank(asked, "throughput", Limits(), allowed=lambda each: each.disaggregated)
+    assert not found.within
+    assert {each.name for each in found.do_not_fit} >= {"tp8p1d1", "tp4p2d2"}
 
 
 def test_servers_over_machines_leave_no_machine_over():

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optimizer.costs.comm import send_us
+from moe_optimizer.costs.memory import kv_bytes_per_token
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict
 from moe_optimizer.specs.layout import Layout, parse_layout
 from tests.builders import mixtral_8x7b, qwen3_30b_a3b
@@ -25,10 +27,11 @@ LOADS = st.fixed_dictionaries(
     }
 )
 SERVERS, TENSOR = st.integers(1, 7), st.sampled_from([1, 2])
+MACHINES = st.sampled_from([1, 2])
 
 
-def predicted(layout: Layout, **load) -> Prediction:
-    asked = question(gpus=16, hardware="h200", **load)
+def predicted(layout: Layout, machines: int = 1, **load) -> Prediction:
+    asked = question(gpus=16, machines=machines, hardware="h200", **load)
     memory = memory_of(asked, layout)
     assert memory.fits
     return predict(asked, layout, memory)
@@ -75,19 +78,41 @@ def test_splits_are_predicted_within_15_percent_of_aiconfigurator(case):
     assert (found.tpot_ms, found.tokens_per_s) == pytest.approx(AICONFIGURATOR[case], rel=0.15)
 
 
+def test_over_several_machines_the_cache_of_a_prompt_crosses_the_network():
+    load = {"clients": 1, "input_tokens": 4096, "output_tokens": 64}
+    within, across = (predicted(split(2, 1, 1), machines, **load) for machines in (1, 2))
+    asked = question(gpus=16, machines=2, hardware="h200", **load)
+    sent = 4096 * kv_bytes_per_token(asked.memory)
+    longer_us = (
+        send_us(sent, asked.gpu, across_machines=True).value - send_us(sent, asked.gpu, across_machines=False).value
+    )
+    assert longer_us > 1000
+    assert 1e3 * (across.ttft_ms - within.ttft_ms) == pytest.approx(longer_us)
+    assert across.tpot_ms == within.tpot_ms
+
+
 @settings(max_examples=60, deadline=None)
 @given(LOADS, TENSOR, SERVERS, SERVERS)
-def test_more_prefill_servers_never_make_first_tokens_later(load, tensor, prefill, decode):
-    few, more = (predicted(split(tensor, count, decode), **load) for count in (prefill, prefill + 1))
+def test_a_split_is_never_predicted_better_over_machines_than_in_one(load, tensor, prefill, decode):
+    within, across = (predicted(split(tensor, prefill, decode), machines, **load) for machines in (1, 2))
+    assert across.tpot_ms == within.tpot_ms
+    assert across.ttft_ms >= within.ttft_ms
+    assert across.tokens_per_s <= within.tokens_per_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOADS, TENSOR, SERVERS, SERVERS, MACHINES)
+def test_more_prefill_servers_never_make_first_tokens_later(load, tensor, prefill, decode, machines):
+    few, more = (predicted(split(tensor, count, decode), machines, **load) for count in (prefill, prefill + 1))
     assert more.ttft_ms <= few.ttft_ms * (1 + _QUANTISED)
     assert more.tpot_ms == few.tpot_ms
     assert more.tokens_per_s >= few.tokens_per_s * (1 - _BY_CHANCE)
 
 
 @settings(max_examples=60, deadline=None)
-@given(LOADS, TENSOR, SERVERS, SERVERS)
-def test_more_decode_servers_never_make_tokens_later_or_fewer(load, tensor, prefill, decode):
-    few, more = (predicted(split(tensor, prefill, count), **load) for count in (decode, decode + 1))
+@given(LOADS, TENSOR, SERVERS, SERVERS, MACHINES)
+def test_more_decode_servers_never_make_tokens_later_or_fewer(load, tensor, prefill, decode, machines):
+    few, more = (predicted(split(tensor, prefill, count), machines, **load) for count in (decode, decode + 1))
     assert more.tpot_ms <= few.tpot_ms * (1 + _BY_CHANCE)
     assert more.tokens_per_s >= few.tokens_per_s * (1 - _BY_CHANCE)
     assert more.running <= few.running

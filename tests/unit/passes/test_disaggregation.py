@@ -66,10 +66,82 @@ def test_a_size_that_is_more_than_a_servers_share_says_how_many_servers_share_th
         on_gpus(8, vllm_args=("--tensor-parallel-size", "8"))
 
 
-def test_several_machines_are_refused_with_both_flags_and_a_way_out():
-    with pytest.raises(UnsupportedError, match=r"--enable-disaggregation.*--nodes 2") as caught:
-        on_gpus(8, num_nodes=2, num_gpus=16)
-    assert "--disable-disaggregation" in str(caught.value.hint)
+def placed(plan: Plan) -> dict[str, int]:
+    assert plan.group is not None
+    return {server.name: server.machine for server in plan.group.servers}
+
+
+def over_machines(layout: str | None = None, machines: int = 2, **changes: Any) -> Plan:
+    asked = {"wishes": ON} if layout is None else {"layout": layout, "wishes": {}}
+    return on_gpus(8, num_nodes=machines, num_gpus=8 * machines, **asked, **changes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "machines", "prefill", "decode"),
+    [
+        ("tp8p1d1", 2, [0], [1]),
+        ("tp4p2d2", 2, [0, 1], [0, 1]),
+        ("tp4p1d3", 2, [0], [0, 1, 1]),
+        ("tp4p1d2", 2, [0], [0, 1]),
+        ("tp2p4d4", 2, [0, 0, 1, 1], [0, 0, 1, 1]),
+        ("tp4p2d4", 3, [0, 0], [1, 1, 2, 2]),
+    ],
+)
+def test_machines_are_alike_where_both_kinds_divide_by_them_and_filled_in_order_where_not(
+    layout, machines, prefill, decode
+):
+    machine_of = placed(over_machines(layout, machines))
+    assert [machine for name, machine in machine_of.items() if name.startswith("prefill")] == prefill
+    assert [machine for name, machine in machine_of.items() if name.startswith("decode")] == decode
+
+
+@pytest.mark.parametrize("layout", [None, "tp1p1d15"])
+def test_servers_over_machines_have_gpus_and_ports_of_their_own_machine(layout):
+    plan = over_machines(layout)
+    assert plan.group is not None
+    assert plan.num_gpus == 16
+    for machine in (0, 1):
+        servers = [server for server in plan.group.servers if server.machine == machine]
+        assert sorted(gpu for server in servers for gpu in server.gpus) == list(range(8))
+        ports = [server.serve_args.value("--port") for server in servers]
+        ports += [server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in servers]
+        ports += ["8000", plan.group.router_args.value("--prometheus-port")]
+        assert len(set(ports)) == len(ports)
+        address = {f"ADDRESS_{machine}"}
+        assert {server.serve_args.value("--host") for server in servers} == address
+        assert {server.serve_env["VLLM_NIXL_SIDE_CHANNEL_HOST"] for server in servers} == address
+
+
+def test_ports_do_not_run_out_with_the_number_of_machines():
+    assert len(placed(over_machines("tp1p64d448", machines=64))) == 512
+
+
+def test_what_was_not_run_over_several_machines_is_said():
+    warnings = over_machines("tp8p1d1").warnings
+    assert any("over several machines" in warning and "not run" in warning for warning in warnings)
+    assert not any("several machines" in warning for warning in on_gpus(8).warnings)
+
+
+def test_a_machine_without_a_server_is_refused():
+    ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes=ON, num_nodes=4, profile=THREE_SERVERS)
+    decision = decided_by(ctx, "disaggregation").decided["disaggregation"]
+    assert decision.status is Status.REFUSED
+    assert "4 machines" in decision.reason
+
+
+def test_gpus_that_a_split_leaves_idle_on_the_last_machine_are_said():
+    plan = over_machines("tp4p1d2")
+    assert plan.num_gpus == 12
+    assert any("4 of 16 GPUs idle" in warning for warning in plan.warnings)
+
+
+def test_a_tier_counts_the_servers_of_one_machine():
+    tier = resolve_wishes(["kv-tiering"], [])
+    one = on_gpus(8, layout="tp4p1d1", wishes=tier)
+    two = on_gpus(8, layout="tp4p2d2", wishes=tier, num_nodes=2, num_gpus=16)
+    one_gib, two_gib = (plan.decision("kv_cache").params_as(KvCacheParams).offload_gib for plan in (one, two))
+    assert one_gib == two_gib
+    assert one_gib
 
 
 def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import shlex
 import subprocess
+from typing import Any
 
 import pytest
 import yaml
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.leader_worker_set import render_lws
+from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from tests.builders import qwen3_30b_a3b
 from tests.unit.plan.several_machines import plan
@@ -116,3 +120,66 @@ def test_a_server_may_take_long_to_start_and_lives_while_it_gets_on(kind):
     assert int(port) == leader["ports"][0]["containerPort"]
     if kind == "pipeline":
         assert "livenessProbe" not in template["workerTemplate"]["spec"]["containers"][0]
+
+
+def documents(made: Plan) -> dict[str, list[dict[str, Any]]]:
+    """Return what is rendered, by kind."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for document in yaml.safe_load_all(render_lws(made)):
+        found.setdefault(document["kind"], []).append(document)
+    return found
+
+
+@pytest.mark.parametrize(("layout", "prefill", "decode"), [("tp8p1d1", 1, 1), ("tp4p1d3", 1, 3), ("tp2p4d4", 4, 4)])
+def test_servers_apart_are_a_set_of_each_kind_and_the_router_names_every_pod_once(layout, prefill, decode):
+    made = plan("apart", layout=layout)
+    found = documents(made)
+    sets = {each["metadata"]["name"]: each["spec"] for each in found["LeaderWorkerSet"]}
+    assert [spec["replicas"] for spec in sets.values()] == [prefill, decode]
+    assert [spec["leaderWorkerTemplate"]["size"] for spec in sets.values()] == [1, 1]
+    (router,) = found["Deployment"]
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    given = ServeArguments(*container["command"][1:])
+    urls = [(each.flag, each.value) for each in given.arguments if each.flag in ("--prefill", "--decode")]
+    # A set makes a headless service of its own name, in which the leader of a group has the name of its pod.
+    pods = [
+        (kind, f"http://{name}-{index}.{name}:8000")
+        for kind, (name, spec) in zip(("--prefill", "--decode"), sets.items(), strict=True)
+        for index in range(spec["replicas"])
+    ]
+    assert urls == pods
+    assert not re.search("ADDRESS|127.0.0.1", " ".join(container["command"]))
+
+
+def test_the_service_of_servers_apart_is_before_the_router():
+    found = documents(plan("apart"))
+    (service,), (router,) = found["Service"], found["Deployment"]
+    labels = router["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == router["spec"]["selector"]["matchLabels"] == labels
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    (port,) = service["spec"]["ports"]
+    assert container["ports"] == [{"containerPort": port["targetPort"]}]
+    assert router["spec"]["replicas"] == 1
+
+
+def test_a_pod_of_servers_apart_has_its_gpus_its_part_and_its_own_address():
+    made = plan("apart")
+    roles = {}
+    for each in documents(made)["LeaderWorkerSet"]:
+        (container,) = each["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        environment = {variable["name"]: variable for variable in container["env"]}
+        assert "CUDA_VISIBLE_DEVICES" not in environment
+        address = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert address == "status.podIP"
+        words = shlex.split(container["args"][0].splitlines()[-1])
+        given = ServeArguments(*words[4:])
+        assert (given.value("--host"), given.value("--port")) == ("0.0.0.0", "8000")
+        transfer = json.loads(given.value("--kv-transfer-config") or "")
+        roles[each["metadata"]["name"].rpartition("-")[2]] = transfer["kv_role"]
+    assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+@pytest.mark.parametrize("kind", ["replicas", "apart", "pipeline", "copies"])
+def test_nothing_is_said_by_reference_to_another_place(kind):
+    assert not re.search(r"[&*]id\d", render_lws(plan(kind)))

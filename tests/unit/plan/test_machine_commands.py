@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -143,6 +144,63 @@ def test_replicas_need_no_ray():
     assert "--host ADDRESS" in text
 
 
-@pytest.mark.parametrize("kind", ["replicas", "pipeline", "copies"])
+@pytest.mark.parametrize("kind", ["replicas", "apart", "pipeline", "copies"])
 def test_lines_fit_a_terminal(kind):
-    assert max(map(len, render_machines(plan(kind)).splitlines())) <= 78
+    lines = render_machines(plan(kind)).splitlines()
+    # The configuration of a connector is one word.
+    assert max(len(line) for line in lines if "kv_connector" not in line) <= 78
+
+
+def machines_of(text: str) -> list[list[str]]:
+    """Return the words of each machine's part of a rendering, and of the router's."""
+    parts = re.split(r"(?m)^# (?:On machine \d|Beside them)", text)[1:]
+    return [shlex.split(part.replace("\\\n", " "), comments=True) for part in parts]
+
+
+@pytest.mark.parametrize("layout", ["tp8p1d1", "tp4p2d2", "tp4p1d3", "tp2p3d5"])
+def test_each_machine_starts_its_servers_for_prompts_and_answers(layout):
+    made = plan("apart", layout=layout)
+    assert made.group is not None
+    *machines, _ = machines_of(render_machines(made))
+    assert len(machines) == 2
+    for number, words in enumerate(machines):
+        servers = [server for server in made.group.servers if server.machine == number]
+        starts = [index for index, word in enumerate(words) if word == "vllm"]
+        assert len(starts) == len(servers)
+        for index, server in zip(starts, servers, strict=True):
+            environment = {f"{key}={value}" for key, value in server.serve_env.items()}
+            environment.add(f"CUDA_VISIBLE_DEVICES={','.join(map(str, server.gpus))}")
+            assert set(words[index - len(environment) : index]) == environment
+            given = words[index + 3 : index + 3 + len(server.serve_args.words)]
+            assert ServeArguments(*given) == server.serve_args
+        assert words.count("&") == len(servers)
+        assert "ray" not in words
+
+
+def test_the_router_is_started_once_and_told_of_every_server():
+    made = plan("apart")
+    assert made.group is not None
+    text = render_machines(made)
+    assert text.count("vllm-router \\") == 1
+    *_, words = machines_of(text)
+    given = ServeArguments(*words[words.index("vllm-router") + 1 :])
+    urls = [(each.flag, each.value) for each in given.arguments if each.flag in ("--prefill", "--decode")]
+    assert urls == [(f"--{server.name.partition('-')[0]}", server.url) for server in made.group.servers]
+    assert given.value("--port") == "8000"
+
+
+def test_the_commands_for_servers_apart_run_in_a_shell(tmp_path):
+    """With a vllm and a router that write down what they are given, each in a file of its own."""
+    made = plan("apart")
+    for name in ("vllm", "vllm-router"):
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\necho "$VLLM_NIXL_SIDE_CHANNEL_PORT $*" > {tmp_path}/{name}-$$.given\n'
+        )
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["sh", "-e", "-c", render_machines(made)], env=environment, check=True, timeout=300)
+    given = [path.read_text() for path in tmp_path.glob("vllm-[0-9]*.given")]
+    assert made.group is not None
+    assert len(given) == len(made.group.servers)
+    assert {line.split()[0] for line in given} == {"8100", "8200"}
+    assert len(list(tmp_path.glob("vllm-router-*.given"))) == 1

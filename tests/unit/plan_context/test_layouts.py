@@ -171,9 +171,61 @@ def test_a_profile_that_says_how_many_servers_read_or_write_leaves_the_rest_to_t
     assert (layout.prefill_servers, layout.replicas) in servers
 
 
-def test_a_split_over_several_machines_is_refused():
-    with pytest.raises(UnsupportedError, match=r"--layout tp2p1d3: .*share one machine"):
-        planned(num_nodes=2, num_gpus=16, layout="tp2p1d3")
+@pytest.mark.parametrize("layout", ["tp8p1d1", "tp4p2d2", "tp4p1d3", "tp2p3d5", "tp2p1d3", "tp1dp4epp3d1"])
+def test_a_split_over_several_machines_can_be_pinned(layout):
+    plan = planned(num_nodes=2, num_gpus=16, layout=layout)
+    assert plan.group is not None
+    assert choice_of(plan).chosen == layout
+    assert plan.num_gpus == parse_layout(layout).num_devices
+    assert (plan.parallelism.replicas, plan.parallelism.pipeline_parallel_size) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "why"),
+    [
+        ("tp8pp2p1d1", 4, "has one machine, here a machine of 8 GPUs"),
+        ("tp8p1d1", 3, "each of 3 machines has one of the servers"),
+        ("tp3p2d2", 2, "32 attention heads"),
+    ],
+)
+def test_a_split_that_cannot_lie_on_the_machines_says_why(layout, nodes, why):
+    with pytest.raises(UnsupportedError, match=f"--layout {layout}: .*{why}"):
+        planned(num_nodes=nodes, num_gpus=8 * nodes, layout=layout)
+
+
+def test_a_split_of_more_servers_than_the_machines_have_room_for_says_how_many_that_is():
+    # Four machines of six GPUs have as many GPUs as six servers of four, and room for four.
+    with pytest.raises(UnsupportedError, match=r"--layout tp4p3d3: .*a machine of 6 GPUs has room for 1 "):
+        planned(6, num_nodes=4, num_gpus=24, layout="tp4p3d3")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "servers"),
+    [
+        ({"prefill_servers": 1, "decode_servers": 3}, {(1, 3)}),
+        ({"prefill_servers": 3}, {(3, 13), (3, 5), (3, 1)}),
+        ({"decode_servers": 1}, {(15, 1), (7, 1), (3, 1), (1, 1)}),
+    ],
+)
+def test_a_profile_may_ask_for_any_number_of_servers_over_several_machines(numbers, servers):
+    split = profile_with(passes={"disaggregation": {"mode": "on", **numbers}})
+    layout = choice_of(planned(num_nodes=2, num_gpus=16, profile=split)).layout
+    assert (layout.prefill_servers, layout.replicas) in servers
+
+
+def test_over_several_machines_limits_that_only_a_split_keeps_are_kept_by_one():
+    asked = {"clients": 1024, "input_tokens": 8000, "output_tokens": 200, "tpot_ms": 25.0, "num_gpus": 16}
+    plan = planned(num_nodes=2, profile="aggressive", **asked)
+    assert choice_of(plan).layout.disaggregated
+    with pytest.raises(GoalMissedError):
+        planned(num_nodes=2, profile="aggressive", wishes=resolve_wishes([], ["disaggregation"]), **asked)
+
+
+def test_one_server_over_all_machines_and_a_split_contradict_each_other():
+    pipeline = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}, "disaggregation": {"mode": "on"}})
+    with pytest.raises(UnsupportedError, match=r"across_nodes: pipeline.*contradict") as caught:
+        planned(num_nodes=2, num_gpus=16, profile=pipeline)
+    assert "across_nodes: auto" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("layout", ["tp8", "tp2x4", "tp1dp8ep", "tp2dp4"])
@@ -250,7 +302,9 @@ def test_a_pinned_layout_that_cannot_lie_on_the_machines_says_why(layout, nodes,
         (4, "tp2p1d3", "--gpus 8"),
         (8, "tp4x4", "moe-optimizer plan --gpus 16 --nodes 2"),
         (8, "tp4x3", ""),
-        (8, "tp4p1d3", ""),
+        (8, "tp4p1d3", "moe-optimizer plan --gpus 16 --nodes 2"),
+        (8, "tp4p1d2", ""),
+        (8, "tp8pp2p1d1", ""),
     ],
 )
 def test_a_pinned_layout_of_more_gpus_than_are_planned_for_says_how_to_get_them(count, layout, hint):
