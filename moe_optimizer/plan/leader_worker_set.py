@@ -78,7 +78,9 @@ def _whole_servers(plan: Plan) -> list[dict[str, Any]]:
         template["workerTemplate"] = _pod(plan, "worker", [_serve_in_pod(plan, [*first, *own])])
     else:
         template["workerTemplate"] = _pod(plan, "leader", [_serve_in_pod(plan)])
-    name = _name(plan)
+    # A set makes a headless Service of its own name, by which pods find each other, unless there is one: ours must not
+    # take that name.
+    name = f"{_name(plan)}-server"
     return [
         _service(plan, {"leaderworkerset.sigs.k8s.io/name": name, "role": "leader"}),
         _set(name, split.replicas, template),
@@ -93,7 +95,7 @@ def _servers_apart(plan: Plan, group: ServerGroup) -> list[dict[str, Any]]:
         # They differ in address alone, and each pod has one of its own.
         pod = _pod(plan, "leader", [_serve_in_pod(plan, server=servers[0])], servers[0])
         sets.append(_set(name, len(servers), {"size": 1, "workerTemplate": pod}))
-        # A set makes a service of its own name, in which each leader has the name of its pod.
+        # In the set's own Service each leader has the name of its pod.
         urls |= {server.url: f"http://{name}-{index}.{name}:{port}" for index, server in enumerate(servers)}
     labels = {"app": f"{_name(plan)}-router"}
     return [_service(plan, labels), *sets, _router(plan, labels, router_words(group, host="0.0.0.0", urls=urls))]
@@ -224,6 +226,10 @@ def _probes(port: int) -> dict[str, Any]:
 
 
 def _name(plan: Plan) -> str:
-    """Return the model's name as Kubernetes takes it: small letters, digits and dashes, at most 50."""
+    """Return the model's name as Kubernetes takes it: small letters, digits and dashes, at most 40.
+
+    A set's name is up to 8 characters longer, and it names StatefulSets after its groups: of more than 52 characters
+    the labels that those give their pods would be too long.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", plan.model.name.rsplit("/", 1)[-1].lower()).strip("-")
-    return f"vllm-{plain[:44].strip('-') or 'model'}"
+    return f"vllm-{plain[:35].strip('-') or 'model'}"

@@ -94,7 +94,7 @@ def test_names_are_such_as_kubernetes_takes(name):
     *_, workers = yaml.safe_load_all(render_lws(made))
     label = workers["metadata"]["name"]
     assert label == label.lower()
-    assert 0 < len(label) <= 50
+    assert 0 < len(label) <= 48
     assert label.replace("-", "").isalnum()
     assert label[-1] != "-"
 
@@ -183,3 +183,10 @@ def test_a_pod_of_servers_apart_has_its_gpus_its_part_and_its_own_address():
 @pytest.mark.parametrize("kind", ["replicas", "apart", "pipeline", "copies"])
 def test_nothing_is_said_by_reference_to_another_place(kind):
     assert not re.search(r"[&*]id\d", render_lws(plan(kind)))
+
+
+@pytest.mark.parametrize("kind", ["replicas", "apart", "pipeline", "copies"])
+def test_no_service_has_the_name_of_a_set_which_makes_one_of_that_name_itself(kind):
+    found = documents(plan(kind))
+    names = [{each["metadata"]["name"] for each in found[one]} for one in ("Service", "LeaderWorkerSet")]
+    assert names[0].isdisjoint(names[1])
