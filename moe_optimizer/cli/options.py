@@ -230,7 +230,8 @@ class PlanCommandOptions(AimOptions):
     render: str | None = choice(
         "--render",
         "|".join(RENDERINGS),
-        "Print only what starts the plan: commands for one server through Ray, or a Kubernetes LeaderWorkerSet.",
+        "Print only what starts the plan: commands for one server through Ray (prefill and decode apart: for each "
+        "machine), or a Kubernetes LeaderWorkerSet.",
         RENDERINGS,
     )
 

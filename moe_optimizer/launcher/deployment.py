@@ -68,10 +68,11 @@ class Deployment:
         Raises:
             InputError, UnsupportedError: an address is taken, or something that is needed is missing.
         """
+        # First: a group of several machines has addresses that stand for others.
+        check_group_can_run(self._plan)
         with reserved(self._addresses):
             pass
         check_plugin_visible(self._plan)
-        check_group_can_run(self._plan)
         self._plan.serve_args.drain_timeout_s()
 
     @contextlib.contextmanager

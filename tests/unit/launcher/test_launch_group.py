@@ -270,10 +270,10 @@ def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.Monk
     router.check_group_can_run(made_plan(tiny_moe(), cpu_machine()), {"VLLM_API_KEY": "k"})
 
 
-def test_servers_of_several_machines_are_refused_with_what_starts_them() -> None:
+def test_servers_of_several_machines_are_refused_with_what_starts_them(tmp_path: Path) -> None:
     plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16, layout="tp8p1d1")
     with pytest.raises(UnsupportedError, match="on 2 machines") as caught:
-        router.check_group_can_run(plan, {})
+        deployment.Deployment(plan, RunFolder(tmp_path)).check()
     assert "--render ray" in (caught.value.hint or "")
 
 
