@@ -107,7 +107,7 @@ def run(
             env=environment(folder, 0), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     started.append(server)
-    url = f"http://127.0.0.1:{plan.serve_args.count('--port') or 8000}"
+    url = f"http://{address}:{plan.serve_args.count('--port') or 8000}"
     wait_for_server(server, url, deadline)
     ready_s = time.monotonic() - begun
     body = {"model": served_name(url), "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}

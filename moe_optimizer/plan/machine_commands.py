@@ -80,7 +80,7 @@ def render_machines(plan: Plan) -> str:
         f"ray start --address=HEAD:{RAY_PORT} --node-ip-address=ADDRESS",
         "",
         *comment_lines(f"Then on the first machine, once `ray status` shows {plan.num_gpus} GPUs:"),
-        *_command(plan),
+        *_command(plan, host="HEAD"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -105,10 +105,8 @@ def _servers_apart(plan: Plan, group: ServerGroup, environment: list[str]) -> li
     return [
         *lines,
         "",
-        *comment_lines(
-            "Beside them on machine 0; it waits until all servers answer, and takes requests at its --host:"
-        ),
-        *_lines(router_words(group)),
+        *comment_lines("Beside them on machine 0; it waits until all servers answer, and takes the requests:"),
+        *_lines(router_words(group, host=addresses[0])),
     ]
 
 

@@ -81,7 +81,7 @@ def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
     assert text.count("vllm serve ") == 1
     assert text.index("ray start --head") < text.index("ray start --address") < text.index("vllm serve")
     command = shlex.split(text[text.index("vllm serve") :].replace("\\\n", " "))
-    assert tuple(command[3:]) == plan("pipeline").serve_args.words
+    assert ServeArguments(*command[3:]) == plan("pipeline").serve_args.overridden_by(ServeArguments("--host", "HEAD"))
 
 
 def test_files_that_the_servers_read_are_named_with_their_folder():
@@ -186,7 +186,7 @@ def test_the_router_is_started_once_and_told_of_every_server():
     given = ServeArguments(*words[words.index("vllm-router") + 1 :])
     urls = [(each.flag, each.value) for each in given.arguments if each.flag in ("--prefill", "--decode")]
     assert urls == [(f"--{server.name.partition('-')[0]}", server.url) for server in made.group.servers]
-    assert given.value("--port") == "8000"
+    assert (given.value("--host"), given.value("--port")) == ("ADDRESS_0", "8000")
 
 
 def test_the_commands_for_servers_apart_run_in_a_shell(tmp_path):
