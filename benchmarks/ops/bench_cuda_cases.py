@@ -83,7 +83,6 @@ PEER_FORMATS: dict[str, tuple[str, ...]] = {
     "quack": ("bf16",),
     "flashinfer_cutedsl": ("bf16",),
     "flashinfer_cutlass": ("bf16", "fp8", "mxfp4"),
-    "triton_kernels": ("mxfp4",),
 }
 """Weights that a library of bench_cuda_peers.py has kernels for on Hopper."""
 

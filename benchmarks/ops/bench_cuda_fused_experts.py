@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from bench_cuda_cases import Shape, Tokens, Weights
     from bench_cuda_peers import Peer
-    from bench_cuda_sides import Call, DeepGemm, Marlin, Vllm
+    from bench_cuda_sides import Call, DeepGemm, Marlin, TritonKernels, Vllm
 
     from moe_optimizer.ops.kernel_arguments import CudaProblem
 
@@ -45,6 +45,8 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 NUM_SETS = 8
 BF16_ORDER = (1, 8, 64, 4096, 2, 4, 16, 32, 128, 512, 256, 1024, 2048, 8192)
 CHECK_LIMIT_S = 90
+GPT_OSS = "gpt-oss"
+"""Begins the names of layers that vLLM gives to triton_kernels in MXFP4, where that package is there."""
 MARLIN_ERROR = 0.03
 """Chosen: ten times what BF16 products lose; another order of the weights is off by about 1."""
 DEEP_GEMM_FROM_TOKENS = 64  # below, its tiles of 128 tokens per expert are mostly padding
@@ -59,7 +61,9 @@ def main() -> int:
     parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b-tp4,deepseek-v3-ep16")
     parser.add_argument("--dtypes", default="bf16,fp8,mxfp4", help="of the weights, in this order")
     parser.add_argument("--routings", default="uniform,zipf")
-    parser.add_argument("--without", default="", help="kernels of others to leave out, of: vllm,deep_gemm,marlin")
+    parser.add_argument(
+        "--without", default="", help="kernels of others to leave out, of: vllm,deep_gemm,marlin,triton_kernels"
+    )
     parser.add_argument(
         "--peers", default="", help="libraries to time too (bench_cuda_peers.py); see bench_cuda_peer_runs.py"
     )
@@ -206,7 +210,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     """Time case after case; one JSON line per case in FOLDER/timings.jsonl, facts in FOLDER/facts.json."""
     import torch
     from bench_cuda_cases import SHAPES, make_weights
-    from bench_cuda_sides import find_deep_gemm, find_marlin, find_vllm
+    from bench_cuda_sides import find_deep_gemm, find_marlin, find_triton_kernels, find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
     from benchmarks.record import head
@@ -215,16 +219,19 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     vllm, why_no_vllm = find_vllm()
     deep_gemm, why_no_deep_gemm = find_deep_gemm()
     marlin, why_no_marlin = find_marlin()
+    triton_kernels, why_no_triton_kernels = find_triton_kernels()
     libraries, versions, why_no_peer = _libraries(options.peers)
     facts = {
         **head(
             "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton), DeepGEMM's FP8 "
-            "and Marlin's 4-bit experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
+            "and Marlin's 4-bit experts (of gpt-oss triton_kernels, as vLLM), L2-cold (8 weight sets), CUDA graphs, "
+            "sides interleaved", options.commit,
         ),
         "environment": {**device_facts(), "vllm": None if vllm is None else vllm.version},
         **ceilings, "why_no_vllm": why_no_vllm,
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
         "marlin": marlin is not None, "why_no_marlin": why_no_marlin,
+        "triton_kernels": triton_kernels is not None, "why_no_triton_kernels": why_no_triton_kernels,
         "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),
         **({"peers": versions, "why_no_peer": why_no_peer} if options.peers else {}),
     }  # fmt: skip
@@ -241,6 +248,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         vllm=None if "vllm" in left_out else vllm,
         deep_gemm=None if "deep_gemm" in left_out else deep_gemm,
         marlin=None if "marlin" in left_out else marlin,
+        triton_kernels=None if "triton_kernels" in left_out else triton_kernels,
         libraries=libraries,
         absent=why_no_peer,
     )
@@ -290,8 +298,8 @@ def compare_dtypes(out: Path) -> None:
             best = min(ours, key=lambda name: ours[name])
             key = (case["shape"]["name"], case["routing"], case["tokens"])
             fastest.setdefault(key, {})[case["dtype"]] = (ours[best], best)
-            if case["dtype"] == "mxfp4" and "vllm" in times:
-                fastest[key]["Marlin"] = (times["vllm"], "vllm")
+            if case["dtype"] == "mxfp4":
+                fastest[key] |= {side: (times[side], side) for side in ("vllm", "marlin") if side in times}
     print(f"{'shape':18} {'routing':7} {'T':>5} {'MXFP4 by':28} {'us':>9}  times as fast as")
     for (shape, routing, tokens), found in fastest.items():
         if "mxfp4" not in found:
@@ -324,6 +332,7 @@ class Peers(NamedTuple):
     vllm: Vllm | None
     deep_gemm: DeepGemm | None
     marlin: Marlin | None
+    triton_kernels: TritonKernels | None
     libraries: dict[str, Peer]
     absent: dict[str, str]
     """Why a library that was asked for cannot be imported."""
@@ -345,23 +354,40 @@ def marlin_side(case: Case, marlin: Marlin, inputs: list[Tokens], problem: CudaP
     return calls, ""
 
 
+def triton_side(
+    case: Case, kernels: TritonKernels, inputs: list[Tokens], problem: CudaProblem
+) -> tuple[list[Call], str]:
+    """The calls of triton_kernels in a case, and why they are not timed, or "". Its activation is another one."""
+    from bench_cuda_sides import errors
+
+    calls = [kernels.experts(w, t) for w, t in zip(case.weights, inputs, strict=True)]
+    if case.tokens <= 16:
+        error = errors(replace(problem, activation=kernels.activation), calls[0]())[0]
+        if not error <= MARLIN_ERROR:
+            return [], f"the error of triton_kernels is {error:.2e}"
+    return calls, ""
+
+
 def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilings: dict[str, float]) -> None:
     """Time all sides of one case, print a line per side, append the record."""
     from bench_cuda_cases import floor_us, is_int4, make_tokens, problem_of
     from bench_cuda_sides import errors, family_of, our_call, our_call_from_logits, variants_for
     from bench_cuda_timing import summary, time_interleaved
 
-    vllm, deep_gemm, marlin, libraries, absent = peers
+    vllm, deep_gemm, marlin, triton_kernels, libraries, absent = peers
     shape, dtype, routing, tokens, weights = case.shape, case.dtype, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
     four_bits = dtype == "mxfp4" or is_int4(dtype)
     problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
     sides: dict[str, list[Call]] = {}
+    found: dict[str, tuple[list[Call], str]] = {}
+    as_vllm = triton_kernels if shape.name.startswith(GPT_OSS) and dtype == "mxfp4" else None
+    if as_vllm is not None:
+        found["vllm"] = triton_side(case, as_vllm, inputs, problems[0])
     if marlin is not None and four_bits:
-        sides["vllm"], why_not = marlin_side(case, marlin, inputs, problems[0])
-        if why_not:
-            del sides["vllm"]
-            absent = absent | {"vllm": why_not}
+        found["vllm" if as_vllm is None else "marlin"] = marlin_side(case, marlin, inputs, problems[0])
+    sides |= {name: calls for name, (calls, _) in found.items() if calls}
+    absent = absent | {name: why_not for name, (_, why_not) in found.items() if why_not}
     if vllm is not None and not four_bits:
         sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
         if tokens <= 16:
@@ -379,9 +405,7 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     if libraries:
         from bench_cuda_peers import PeerCase, add_peers
 
-        def error_of(out: Any, activation: str) -> float:
-            return errors(replace(problems[0], activation=activation), out)[0]
-
+        error_of = lambda out: errors(problems[0], out)[0]  # noqa: E731
         peer_errors, missing = add_peers(libraries, PeerCase(shape, dtype, weights, inputs), sides, error_of)
         absent = absent | missing
     samples = time_interleaved(sides)

@@ -7,7 +7,6 @@
 | humming | FP8 by block, MXFP4, INT4 | the sort: the library has none |
 | sgl_deep_gemm | BF16, FP8 by block | the same |
 | quack | BF16 | the same |
-| triton_kernels | MXFP4 | nothing, from ids on: what vLLM gives gpt-oss to, with its clamped activation, rows in turn |
 
 So where a sort is left out, a peer's time is less than what a server would see. Weights are brought into a library's
 order once. These libraries are imported here only.
@@ -59,7 +58,6 @@ class Peer:
     """A library: imported and prepared when it is made, asked for its sides case by case."""
 
     distribution = ""
-    activation = "silu"
 
     def sides(self, case: PeerCase) -> Sides:
         """Return its calls for a case of a format that it has; NotOfferedError where sizes exclude it."""
@@ -403,70 +401,12 @@ class Quack(Peer):
         return call
 
 
-class TritonKernels(Peer):
-    """The package of the Triton project that vLLM brings along, called as vLLM does for gpt-oss on one GPU."""
-
-    distribution = "vllm"
-    activation = "swigluoai"
-
-    def __init__(self) -> None:
-        from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
-        from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import (
-            make_routing_data,
-            triton_kernel_fused_experts,
-        )
-        from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
-        from vllm.utils.import_utils import has_triton_kernels
-
-        if not has_triton_kernels():
-            raise NotOfferedError("vLLM finds no package triton_kernels")
-        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
-
-        self._run, self._route, self._config = (
-            triton_kernel_fused_experts,
-            make_routing_data,
-            mxfp4_w4a16_moe_quant_config,
-        )
-        self._swizzle, self._precision, self._flex = _swizzle_mxfp4, PrecisionConfig, FlexCtx
-
-    def sides(self, case: PeerCase) -> Sides:
-        """One side."""
-        return {"triton_kernels": case.each(self._call)}
-
-    def _call(self, weights: Weights, tokens: Tokens) -> Call:
-        if tokens.expert_map is not None:
-            raise NotOfferedError("not called with experts of one rank here")
-        w13, w2, config = self.prepared(weights, self._order)
-        experts, top_k = weights.w13.shape[0], tokens.topk_ids.shape[1]
-        between = torch.empty(len(tokens.x) * top_k, weights.w13.shape[1] // 2, dtype=torch.bfloat16, device="cuda")
-        out = torch.empty_like(tokens.x)
-
-        def call() -> torch.Tensor:
-            self._run(
-                out, tokens.x, w13, w2, *self._route(tokens.topk_ids, tokens.topk_weights, experts), topk=top_k,
-                quant_config=config, global_num_experts=experts, intermediate_cache=between,
-            )  # fmt: skip
-            return out
-
-        return call
-
-    def _order(self, weights: Weights) -> tuple[Any, Any, Any]:
-        """As vLLM's `convert_to_mxfp4_moe_kernel_format` has them."""
-        codes, scales = [], []
-        for weight, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
-            swizzled, flex, of_groups = self._swizzle(weight, scale)
-            codes.append(swizzled)
-            scales.append(self._precision(weight_scale=of_groups, flex_ctx=self._flex(rhs_data=flex)))
-        return *codes, self._config(*scales)
-
-
 PEERS: dict[str, type[Peer]] = {
     "flashinfer_cutlass": FlashInferCutlass,
     "flashinfer_cutedsl": FlashInferCuteDsl,
     "humming": Humming,
     "sgl_deep_gemm": SglDeepGemm,
     "quack": Quack,
-    "triton_kernels": TritonKernels,
 }
 
 
@@ -488,12 +428,9 @@ def reason(error: BaseException) -> str:
 
 
 def add_peers(
-    peers: dict[str, Peer], case: PeerCase, sides: Sides, error_of: Callable[[torch.Tensor, str], float]
+    peers: dict[str, Peer], case: PeerCase, sides: Sides, error_of: Callable[[torch.Tensor], float]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Add to `sides` what is right and can be captured as a graph.
-
-    Args:
-        error_of: the error over the norm of an output that was computed with an activation
 
     Returns:
         the error of each side that ran, and why a peer or one of its sides is not there
@@ -510,7 +447,7 @@ def add_peers(
             continue
         for side, calls in offered.items():
             try:
-                errors[side] = error_of(calls[0](), peer.activation)
+                errors[side] = error_of(calls[0]())
                 capture(_right(calls, errors[side], PEER_ERROR[kind_of(case.dtype)]))
             except Exception as error:  # noqa: BLE001  as in find_peers
                 absent[side] = reason(error)

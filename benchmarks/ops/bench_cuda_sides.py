@@ -190,6 +190,61 @@ class Marlin:
         return repack(words, in_order, columns, rows, 4)
 
 
+class TritonKernels:
+    """What vLLM gives gpt-oss's MXFP4 experts to: the package triton_kernels, which it brings along, from ids on.
+
+    It computes gpt-oss's activation alone, with gate and up rows in turn.
+    """
+
+    activation = "swigluoai"
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+        from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import (
+            make_routing_data,
+            triton_kernel_fused_experts,
+        )
+        from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
+        from vllm.utils.import_utils import has_triton_kernels
+
+        if not has_triton_kernels():
+            raise RuntimeError("vLLM finds no package triton_kernels")
+        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+
+        self._run, self._route = triton_kernel_fused_experts, make_routing_data
+        self._config, self._swizzle = mxfp4_w4a16_moe_quant_config, _swizzle_mxfp4
+        self._precision, self._flex = PrecisionConfig, FlexCtx
+
+    def experts(self, weights: Weights, tokens: Tokens) -> Call:
+        """With given ids, all of experts that are here. Weights are copied into its order when they are met first."""
+        w13, w2, config = self._prepared(weights)
+        experts, top_k = weights.w13.shape[0], tokens.topk_ids.shape[1]
+        between = torch.empty(len(tokens.x) * top_k, weights.w13.shape[1] // 2, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty_like(tokens.x)
+
+        def call() -> torch.Tensor:
+            self._run(
+                out, tokens.x, w13, w2, *self._route(tokens.topk_ids, tokens.topk_weights, experts), topk=top_k,
+                quant_config=config, global_num_experts=experts, intermediate_cache=between,
+            )  # fmt: skip
+            return out
+
+        return call
+
+    def _prepared(self, weights: Weights) -> tuple[Any, Any, Any]:
+        """As vLLM's `convert_to_mxfp4_moe_kernel_format` has them."""
+        found = getattr(weights, "_triton_kernels", None)
+        if found is None:
+            codes, scales = [], []
+            for weight, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
+                swizzled, flex, of_groups = self._swizzle(weight, scale)
+                codes.append(swizzled)
+                scales.append(self._precision(weight_scale=of_groups, flex_ctx=self._flex(rhs_data=flex)))
+            found = (*codes, self._config(*scales))
+            object.__setattr__(weights, "_triton_kernels", found)  # lives as long as the weights
+        return found
+
+
 class DeepGemm:
     """DeepGEMM's FP8 grouped GEMMs as vLLM runs them: tokens quantised and sorted, both products, sum by token."""
 
@@ -243,6 +298,11 @@ def find_vllm() -> tuple[Vllm | None, str]:
 def find_marlin() -> tuple[Marlin | None, str]:
     """Return the side of Marlin, or why there is none."""
     return _find(Marlin)
+
+
+def find_triton_kernels() -> tuple[TritonKernels | None, str]:
+    """Return the side of triton_kernels, or why there is none."""
+    return _find(TritonKernels)
 
 
 def find_deep_gemm() -> tuple[DeepGemm | None, str]:

@@ -70,6 +70,7 @@ def test_a_layer_that_was_timed_beside_a_kernel_that_vllm_does_not_take_is_no_ta
     of_gpt_oss = {**first, "shape": {**first["shape"], "name": "gpt-oss-120b"}, "dtype": "mxfp4"}
     path = Path("benchmarks/records/a.json")
     assert script.tables_of(made | {"cases": [of_gpt_oss]}, path) == []
+    assert len(script.tables_of(made | {"cases": [of_gpt_oss], "triton_kernels": True}, path)) == 1
     assert len(script.tables_of(made | {"cases": [{**first, "dtype": "mxfp4"}]}, path)) == 1
 
 
