@@ -10,7 +10,7 @@ from moe_optimizer.errors import DoesNotFitError
 from moe_optimizer.inspection.hardware_catalog import hardware_names
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
-from moe_optimizer.plan.pass_params import Fp8Params
+from moe_optimizer.plan.pass_params import DisaggregationParams, Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.four_bits import why_not_in_four_bits
 from moe_optimizer.plan_context.layouts import least_gpus
@@ -134,6 +134,8 @@ def _advice(context: PlanContext, needed: int, machines: int) -> str:
     """
     asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
     wanted = needed * context.num_servers
+    if machines > 1 and context.params(DisaggregationParams) is not None:
+        return "; a server for prefill or decode lies within one machine: --disable-disaggregation has one over several"
     if context.request.num_nodes > 1 or needed <= context.parallelism.num_devices:
         return ""
     if wanted > there:

@@ -251,6 +251,16 @@ def test_a_model_for_more_than_one_machine_names_the_command_that_plans_for_seve
     assert make_plan(nodes).num_gpus == 16
 
 
+def test_servers_for_prefill_and_decode_that_no_machine_holds_say_that_they_lie_within_one():
+    apart = resolve_wishes(["disaggregation"], [])
+    error = refused(
+        request(deepseek_v3(), gpus("h100_sxm", 8), num_gpus=16, num_nodes=2, wishes=apart), DoesNotFitError
+    )
+    assert "--disable-disaggregation" in str(error.hint)
+    fits_a_machine = request(deepseek_v3(), gpus("h200", 8), wishes=apart)
+    assert "--disable-disaggregation" not in str(refused(fits_a_machine, DoesNotFitError).hint)
+
+
 @pytest.mark.parametrize("asked", [{"max_model_len": 10}, {"vllm_args": ("--max-model-len", "10")}])
 def test_predictions_take_prompts_that_the_longest_sequence_has_room_for_and_say_so(asked):
     plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 2), **asked)
