@@ -73,7 +73,7 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     if not ranking.within and not ranking.beyond:
         return None
     if not ranking.within and layout is None:
-        _refuse(ctx, ranking)
+        _refuse(ctx, ranking, question)
     return _choice(ctx, ranking, pinned="" if layout is None else f"--layout {layout.name}")
 
 
@@ -397,13 +397,28 @@ def _refuse_too_large(ctx: PlanContext, layout: Layout, memory: MemoryPlan) -> N
     )
 
 
-def _refuse(ctx: PlanContext, ranking: Ranking) -> None:
+def _refuse(ctx: PlanContext, ranking: Ranking, question: LayoutQuestion) -> NoReturn:
     nearest = ranking.beyond[0]
+    apart = _apart_within(ctx, question)
+    keeps = "" if apart is None else f"--enable-disaggregation keeps them ({apart.name}); else "
     raise GoalMissedError(
         f"no layout of {ctx.num_gpus * ctx.request.num_nodes} GPUs is predicted to keep the limits with {ctx.clients} "
         f"clients; the nearest, {nearest.layout.name}: {ctx.limits.why_not(nearest)}",
-        hint=f"fewer --clients, more GPUs or a higher limit; --layout {nearest.layout.name} serves it all the same",
+        hint=f"{keeps}fewer --clients, more GPUs or a higher limit; "
+        f"--layout {nearest.layout.name} serves it all the same",
     )
+
+
+def _apart_within(ctx: PlanContext, question: LayoutQuestion) -> Layout | None:
+    """Return the best layout with prefill and decode apart that keeps the limits, where only the profile leaves those
+    out; None: there is none, or the user said what is to be done with them.
+    """
+    if "disaggregation" in ctx.request.wishes or ctx.wish("disaggregation")[0] is not Wish.OFF:
+        return None
+    wishes = {**ctx.request.wishes, "disaggregation": (Wish.ON, "")}
+    asked = dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes=wishes))
+    within = rank(question, ctx.goal, ctx.limits, allowed=lambda each: _allows(asked, each, None)).within
+    return within[0].layout if within else None
 
 
 def _choice(ctx: PlanContext, ranking: Ranking, *, pinned: str) -> LayoutChoice:

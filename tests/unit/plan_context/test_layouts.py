@@ -221,6 +221,17 @@ def test_over_several_machines_limits_that_only_a_split_keeps_are_kept_by_one():
         planned(num_nodes=2, profile="aggressive", wishes=resolve_wishes([], ["disaggregation"]), **asked)
 
 
+def test_limits_that_only_a_split_keeps_name_its_flag_where_the_profile_leaves_splits_out():
+    asked = {"clients": 1024, "input_tokens": 8000, "output_tokens": 200, "num_gpus": 16, "num_nodes": 2}
+    with pytest.raises(GoalMissedError) as caught:
+        planned(tpot_ms=25.0, **asked)
+    assert "--enable-disaggregation" in (caught.value.hint or "")
+    for changes in ({"tpot_ms": 1.0}, {"tpot_ms": 25.0, "wishes": resolve_wishes([], ["disaggregation"])}):
+        with pytest.raises(GoalMissedError) as caught:
+            planned(**changes, **asked)
+        assert "--enable-disaggregation" not in (caught.value.hint or "")
+
+
 def test_one_server_over_all_machines_and_a_split_contradict_each_other():
     pipeline = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}, "disaggregation": {"mode": "on"}})
     with pytest.raises(UnsupportedError, match=r"across_nodes: pipeline.*contradict") as caught:
