@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from moe_optimizer import env
+from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.launcher.address import base_url, reserved, server_address
 from moe_optimizer.launcher.command import check_plugin_visible, server_command, server_environment
 from moe_optimizer.launcher.compile_caches import graph_cache
@@ -66,9 +67,11 @@ class Deployment:
         """Refuse, before anything is started or written, what is known to fail.
 
         Raises:
-            InputError, UnsupportedError: an address is taken, or something that is needed is missing.
+            InputError, UnsupportedError: an address is taken, something that is needed is missing, or the plan is for
+                several machines and needs more than one server's command on each.
         """
         # First: a group of several machines has addresses that stand for others.
+        _check_machines(self._plan)
         check_group_can_run(self._plan)
         with reserved(self._addresses):
             pass
@@ -111,6 +114,17 @@ class Deployment:
         deadline = time.monotonic() + grace_s
         for server in self.servers:
             server.stop(grace_s=max(0.0, deadline - time.monotonic()), hurry=hurry)
+
+
+def _check_machines(plan: Plan) -> None:
+    """Refuse a plan for several machines but for a whole server on each, and for one that Ray takes to the others."""
+    split = plan.parallelism
+    if plan.num_nodes == 1 or split.pipeline_parallel_size > 1 or split.replicas == plan.num_nodes:
+        return
+    raise UnsupportedError(
+        f"the plan is for {plan.num_nodes} machines, and each has commands of its own, which serve does not start",
+        hint="moe-optimizer plan --render ray prints the commands of every machine, --render lws what a cluster takes",
+    )
 
 
 def _server(plan: Plan, run: RunFolder, restarts: int, role: ServerRole | None = None) -> Service:

@@ -25,16 +25,10 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
     """Refuse a group of servers that is known not to come up or not to be safe here.
 
     Raises:
-        UnsupportedError: its servers lie on several machines, a package is missing, or an API key is asked for.
+        UnsupportedError: a package is missing, or an API key is asked for.
     """
     if plan.group is None:
         return
-    if plan.group.num_machines > 1:
-        raise UnsupportedError(
-            f"the plan's servers lie on {plan.group.num_machines} machines, and those of one are started here",
-            hint="moe-optimizer plan --render ray prints the commands of every machine, --render lws what a cluster "
-            "takes",
-        )
     environ = os.environ if environ is None else environ
     if environ.get("VLLM_API_KEY"):
         raise UnsupportedError(

@@ -52,11 +52,6 @@ class ServerGroup:
     router_args: ServeArguments
     """All arguments of `vllm-router`."""
 
-    @property
-    def num_machines(self) -> int:
-        """Machines that have a server."""
-        return len({server.machine for server in self.servers})
-
     def with_common(self, common: ServeArguments, *, instead_of: ServeArguments) -> ServerGroup:
         """Return the group with other arguments that its servers have in common; what a server has alone stays."""
         roles = []
