@@ -41,8 +41,8 @@ def render_machines(plan: Plan) -> str:
     )
     if needs_plan(plan):
         lines += comment_lines(
-            "The plan travels as a file: the same command with --json instead of --render makes it; it lies at "
-            "RUN_DIR/plan.json on every machine."
+            f"The plan travels as a file: the same command with --json{_layout_words(plan)} instead of --render makes "
+            "it; it lies at RUN_DIR/plan.json on every machine."
         )
     for name, folder in files_of(plan).items():
         lines += comment_lines(f"{name} lies at {folder} on every machine.")
@@ -83,6 +83,14 @@ def render_machines(plan: Plan) -> str:
         *_command(plan, host="HEAD"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _layout_words(plan: Plan) -> str:
+    """Return what else asks for the plan's pipeline, which may be planned for --render ray alone."""
+    choice = plan.layouts
+    if plan.parallelism.pipeline_parallel_size == 1 or choice is None or choice.pinned_by:
+        return ""
+    return f" --layout {choice.chosen}"
 
 
 def _servers_apart(plan: Plan, group: ServerGroup, environment: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
 
+MODEL_CONFIGS = Path(__file__).resolve().parents[2] / "data" / "model_configs"
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 TWO = ["plan", TINY_MOE, "--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2", "--disable-fp8"]
 
@@ -67,6 +69,20 @@ def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.Captur
     assert main([*TWO, "--render", "lws"]) == ExitCode.OK
     kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds[-2:] == ["Service", "LeaderWorkerSet"]
+
+
+def test_the_plan_beside_the_commands_of_a_pipeline_is_of_that_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(MODEL_CONFIGS / "qwen3_moe.json", tmp_path / "config.json")
+    asked = ["plan", str(tmp_path), *TWO[2:], "--enable-expert-load"]
+    assert main([*asked, "--render", "ray"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    words = shown.replace("\n# ", " ").partition("the same command with ")[2].partition(" instead of --render")[0]
+    assert main([*asked, *words.split()]) == ExitCode.OK
+    served = json.loads(capsys.readouterr().out)["serve_args"]
+    printed = shown.partition("\nvllm serve ")[2].replace("\\\n", " ").split()
+    assert served[served.index("--shutdown-timeout") :] == printed[printed.index("--shutdown-timeout") :]
 
 
 @pytest.mark.parametrize("asked", [["--enable-disaggregation"], ["--layout", "tp1p2d14"]])
