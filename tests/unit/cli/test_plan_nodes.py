@@ -71,6 +71,22 @@ def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.Captur
     assert kinds[-2:] == ["Service", "LeaderWorkerSet"]
 
 
+def test_what_the_page_says_of_only_the_commands_prints_these(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # With these limits prefill and decode are apart, which aggressive leaves to the search.
+    load = ["--clients", "1024", "--input-tokens", "8000", "--output-tokens", "200", "--tpot", "25"]
+    shutil.copy(MODEL_CONFIGS / "qwen3_moe.json", tmp_path / "config.json")
+    asked = ["plan", str(tmp_path), *TWO[2:-1], *load, "--profile", "aggressive"]
+    assert main(asked) == ExitCode.OK
+    page = capsys.readouterr().out
+    words = page.partition("Only the commands: ")[2].partition(".\n")[0]
+    assert main([*asked, *words.split()]) == ExitCode.OK
+    commands = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert commands.count("# decode-0") == 1
+    assert [line.strip() for line in page.partition("\nCommands\n")[2].splitlines()][: len(commands)] == commands
+
+
 def test_the_plan_beside_the_commands_of_a_pipeline_is_of_that_pipeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
