@@ -120,7 +120,8 @@ class Parallelism(OptimizationPass):
             if ctx.layout_choice is not None:
                 larger = [each.layout for each in ctx.layout_choice.estimates[1:] if each.num_gpus > split.num_devices]
                 why = f": for {ctx.goal} {', '.join(larger)} would be worse" if larger else ""
-            there = "GPUs" if ctx.num_servers == 1 else "GPUs of each server"
+            alone = "GPUs" if ctx.request.num_nodes == 1 else "GPUs of each machine"
+            there = alone if ctx.num_servers == 1 else "GPUs of each server"
             warnings += (f"{unused} of {limit} {there} stay unused with {_sizes(split)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason

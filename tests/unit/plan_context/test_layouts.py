@@ -91,6 +91,13 @@ def test_an_engine_takes_no_more_requests_at_once_than_vllm_does_by_itself():
     assert planned(8, clients=64, layout="tp8").serve_args.count("--max-num-seqs") == 64
 
 
+@pytest.mark.parametrize(("layout", "of_what"), [("tp4x2", "machine"), ("tp4p1d1", "machine"), ("tp2p2d2", "server")])
+def test_gpus_that_stay_unused_on_each_of_several_machines_are_not_taken_for_all(layout, of_what):
+    plan = planned(num_nodes=2, num_gpus=16, layout=layout)
+    (warning,) = (each for each in plan.warnings if "unused" in each)
+    assert f"GPUs of each {of_what} stay unused" in warning
+
+
 def test_gpus_that_stay_unused_are_named_with_the_layouts_that_would_use_them():
     plan = planned(3, goal="throughput")
     (warning,) = (each for each in plan.warnings if "unused" in each)
