@@ -154,7 +154,11 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
 
 
 def ours_up_to(question: LayoutQuestion, layout: Layout) -> int:
-    """Return the most tokens of a step for which our kernels were measured to be faster; 0: none, or nothing was."""
+    """Return the most tokens of a step for which our kernels were measured to be faster; 0: none, or nothing was, or
+    ours alone read the experts, of however many tokens.
+    """
+    if question.expert_bits < _FP8_BITS:
+        return 0
     table = _table(question, _shape(question, layout)) if _ours(question, layout) else None
     ranges = token_ranges(table.rows) if table is not None else ()
     return ranges[-1].up_to if ranges else 0

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_optimizer.costs.step_size import StepRule
 from moe_optimizer.layouts.constants import LEDGER, PROMPT_LEDGER
 from moe_optimizer.layouts.experts import expert_times
+from moe_optimizer.layouts.serving import step_tokens
 from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
@@ -118,6 +120,15 @@ def test_experts_with_even_routing_take_what_the_ledger_of_a_server_has(ours):
         (measured,) = (row["us"] for row in ledger["rows"] if row["group"] == "experts")
         found = StepModel(asked, Layout()).parts(Tokens(ledger["batch"], ledger["context"]))[EXPERTS].value
         assert found == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits", "most", "tokens"), [("bf16", 16, 16_384, 8192), ("mxfp4", 4.25, 8192, 8192)]
+)
+def test_steps_end_where_our_table_does_unless_ours_alone_read_the_experts(weights, bits, most, tokens):
+    # The tables end at 8,192 and 4,096 tokens.
+    ours = {"weights": weights, "expert_bits": bits, "our_kernels": True, "steps": StepRule(most=most)}
+    assert step_tokens(question(gpus=1, **ours), Layout()) == tokens
 
 
 @pytest.mark.parametrize("prompt", [512, 1024, 2048, 4096, 8192])
