@@ -42,7 +42,7 @@ _JOIN = f"until ray health-check --address {_HEAD}; do sleep 5; done\nexec ray s
 
 
 def render_lws(plan: Plan) -> str:
-    """Return a Service and LeaderWorkerSets (leaderworkerset.x-k8s.io/v1) as YAML for `kubectl apply -f -`.
+    """Return a Service and LeaderWorkerSets (leaderworkerset.x-k8s.io/v1) as YAML for `kubectl apply --server-side`.
 
     A group of a set is one server: its leader runs `vllm serve`; its workers join the leader's Ray, or run the data
     parallel copies of their machine. Servers for prefill and for decode are a set each, of one pod for each server,
