@@ -79,13 +79,13 @@ class Disaggregation(OptimizationPass):
         machines, there = ctx.request.num_nodes, ctx.num_gpus * ctx.request.num_nodes
         each = ctx.num_gpus // -(-(prefill + decode) // machines)
         idle = there - each * (prefill + decode)
-        share = number_of(each, "GPU") if ctx.device == "cuda" else "its share of the cores"
+        share = f"a share of {number_of(each, 'GPU')}" if ctx.device == "cuda" else "its share of the cores"
         connector = _NIXL if ctx.device == "cuda" else _SHARED_FOLDER
         return self.decision(
             ctx,
             Status.ON,
             f"{prefill} prefill + {decode} decode, {connector}" + (f", {machines} machines" if machines > 1 else ""),
-            f"{number_of(prefill, 'server')} for prompts and {decode} for answers, each on {share}, so that a long "
+            f"{number_of(prefill, 'server')} for prompts and {decode} for answers, each with {share}, so that a long "
             f"prompt does not hold up running answers{_on_machines(prefill, decode, machines)}",
             Applier.SERVERS,
             rejected={"auto": "no record says for which load it pays"},
@@ -166,7 +166,7 @@ def _on_machines(prefill: int, decode: int, machines: int) -> str:
         return ""
     if prefill % machines == decode % machines == 0:
         return f"; on each of {machines} machines {prefill // machines} and {decode // machines}"
-    return f"; they fill {machines} machines in this order"
+    return f"; they lie on {machines} machines in this order"
 
 
 def _part(server: ServerRole) -> str:

@@ -26,7 +26,7 @@ from moe_optimizer.plan.server_command import (
     to_first_machine,
     without_address,
 )
-from moe_optimizer.plan.server_group import ServerGroup, ServerRole, machine_address
+from moe_optimizer.plan.server_group import LOCAL, ServerGroup, ServerRole, machine_address
 
 _NAMED = 4
 """Chosen: of more machines only the first and the last address are named."""
@@ -80,7 +80,7 @@ def render_machines(plan: Plan) -> str:
         f"ray start --address=HEAD:{RAY_PORT} --node-ip-address=ADDRESS",
         "",
         *comment_lines(f"Then on the first machine, once `ray status` shows {plan.num_gpus} GPUs:"),
-        *_command(plan, host="HEAD"),
+        *_command(plan, host=_asked_host(plan, "HEAD")),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -91,6 +91,12 @@ def _layout_words(plan: Plan) -> str:
     if plan.parallelism.pipeline_parallel_size == 1 or choice is None or choice.pinned_by:
         return ""
     return f" --layout {choice.chosen}"
+
+
+def _asked_host(plan: Plan, address: str) -> str:
+    """Return where what takes requests listens: where the user says, else on its machine's address."""
+    planned = plan.serve_args.value("--host")
+    return address if planned in (None, LOCAL) else planned
 
 
 def _servers_apart(plan: Plan, group: ServerGroup, environment: list[str]) -> list[str]:
@@ -114,7 +120,7 @@ def _servers_apart(plan: Plan, group: ServerGroup, environment: list[str]) -> li
         *lines,
         "",
         *comment_lines("Beside them on machine 0; it waits until all servers answer, and takes the requests:"),
-        *_lines(router_words(group, host=addresses[0])),
+        *_lines(router_words(group, host=_asked_host(plan, addresses[0]))),
     ]
 
 
@@ -144,7 +150,7 @@ def _copies_of_machines(plan: Plan, environment: list[str]) -> list[str]:
         *comment_lines("On the first machine; HEAD is its address:"),
         *environment,
         "export VLLM_HOST_IP=HEAD",
-        *_command(plan, host="HEAD", more=to_first_machine("HEAD")),
+        *_command(plan, host=_asked_host(plan, "HEAD"), more=to_first_machine("HEAD")),
     ]
     others = "the other machine; ADDRESS is its own address"
     if machines > 2:
@@ -165,12 +171,13 @@ def _copies_of_machines(plan: Plan, environment: list[str]) -> list[str]:
 
 def _servers_of_a_machine(plan: Plan, count: int) -> list[str]:
     """Return the commands of a machine's servers; several have GPUs and a port each, and run beside each other."""
+    host = _asked_host(plan, "ADDRESS")
     if count == 1:
-        return _command(plan, host="ADDRESS")
+        return _command(plan, host=host)
     gpus, port, lines = plan.num_gpus // plan.parallelism.replicas, port_of(plan), list[str]()
     for number in range(count):
         own = ",".join(map(str, range(number * gpus, (number + 1) * gpus)))
-        first, *rest = _command(plan, host="ADDRESS", port=port + number)
+        first, *rest = _command(plan, host=host, port=port + number)
         lines += [f"CUDA_VISIBLE_DEVICES={own} {first}", *rest]
         lines[-1] += " &"
     return [*lines, "wait"]

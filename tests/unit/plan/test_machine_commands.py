@@ -86,6 +86,14 @@ def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
     assert command[3:] == ["HEAD" if word == "127.0.0.1" else word for word in planned]
 
 
+@pytest.mark.parametrize("kind", ["replicas", "pipeline", "copies", "apart"])
+def test_a_host_of_the_users_stays_where_requests_are_taken(kind):
+    text = render_machines(plan(kind, host="0.0.0.0"))
+    assert "--host 0.0.0.0" in text
+    assert ("--host ADDRESS_0" in text) is (kind == "apart")
+    assert "--host HEAD" not in text
+
+
 def test_files_that_the_servers_read_are_named_with_their_folder():
     made = plan("replicas")
     tuned = dataclasses.replace(
