@@ -26,7 +26,7 @@ from moe_optimizer.plan_context.graph_arguments import (
     may_capture_prompts,
     sizes_given,
 )
-from moe_optimizer.plan_context.layouts import layout_question
+from moe_optimizer.plan_context.layout_question import layout_question
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.workload import WorkloadSpec

@@ -11,9 +11,9 @@ from moe_optimizer.inspection.hardware_catalog import hardware_names
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import DisaggregationParams, Fp8Params
+from moe_optimizer.plan_context.allowed_layouts import least_gpus
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.four_bits import why_not_in_four_bits
-from moe_optimizer.plan_context.layouts import least_gpus
 from moe_optimizer.specs.expert_formats import MXFP4_BITS
 from moe_optimizer.specs.quantity import bytes_in_words
 

@@ -14,7 +14,8 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.layouts import choose_layout, predicted_as_decided, with_pinned_layout
+from moe_optimizer.plan_context.layouts import choose_layout, predicted_as_decided
+from moe_optimizer.plan_context.pinned_layout import with_pinned_layout
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context

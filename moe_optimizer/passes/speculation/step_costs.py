@@ -14,7 +14,7 @@ from moe_optimizer.layouts import constants
 from moe_optimizer.layouts.step import ATTENTION, EXCHANGE, EXPERTS, MATRICES, SAMPLING, SMALL, StepModel, Tokens
 from moe_optimizer.passes.speculation.method import prepares_ahead
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.layouts import layout_question
+from moe_optimizer.plan_context.layout_question import layout_question
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.layout import Layout
 
