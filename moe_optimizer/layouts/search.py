@@ -76,26 +76,31 @@ def rank(
 ) -> Ranking:
     """Return the layouts that are allowed, ranked.
 
-    Servers over several machines are looked at only where no server in one fits, or has room for half of its clients:
-    between machines the network is slower than any link within.
+    Between machines the network is slower than any link within. So pipelines over several are looked at only where no
+    server in one fits, or more than a few of its clients wait for room there; copies only where more than half do.
 
     Equal questions give equal rankings.
     """
     fitting: list[Prediction] = []
     too_large: list[Layout] = []
-    each = question.gpus_per_machine
-    possible = [layout for layout in candidates(question) if allowed(layout)]
-    for over_machines in (False, True):
-        if any(found.waiting <= found.running for found in fitting):
-            break
-        for layout in possible:
-            if (layout.devices_of_server > each) is not over_machines:
-                continue
+
+    def look_at(layouts: Sequence[Layout]) -> None:
+        for layout in layouts:
             memory = memory_of(question, layout)
             if memory.fits:
                 fitting.append(predict(question, layout, memory))
             else:
                 too_large.append(layout)
+
+    in_machine: list[Layout] = []
+    over_machines: list[Layout] = []
+    for layout in filter(allowed, candidates(question)):
+        (over_machines if layout.devices_of_server > question.gpus_per_machine else in_machine).append(layout)
+    look_at(in_machine)
+    if any(found.waiting <= found.running for found in fitting):
+        over_machines = [layout for layout in over_machines if layout.data_parallel_size == 1]
+    if all(_waits_for_room(found) for found in fitting):
+        look_at(over_machines)
     within = [each for each in fitting if not limits.why_not(each)]
     beyond = [each for each in fitting if limits.why_not(each)]
     return Ranking(

@@ -85,7 +85,7 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
     if not holds:
         why = "one machine does not hold the model"
     elif needs_room:
-        why = "one machine holds the model, and has room for few of its clients beside it"
+        why = "one machine holds the model, and has no room for all of its clients beside it"
     larger = f"TP={split.tensor_parallel_size * nodes}"
     return AcrossNodes(
         split=dataclasses.replace(split, pipeline_parallel_size=nodes),

@@ -140,6 +140,32 @@ def test_servers_over_machines_leave_no_machine_over():
     assert {each.layout.num_devices for each in three.within} == {24}
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    MODELS, st.sampled_from([2, 8]), st.integers(1, 3), st.sampled_from([64, 500, 2048]), st.sampled_from([512, 4096])
+)
+def test_twice_the_machines_never_predict_less_throughput(model, gpus, machines, clients, prompt):
+    load = {"clients": clients, "input_tokens": prompt, "output_tokens": 512}
+    once, twice = (
+        rank(question(model, gpus=gpus, machines=count, **load), "throughput", Limits(), allowed=by_itself).within
+        for count in (machines, 2 * machines)
+    )
+    if once:
+        assert twice[0].tokens_per_s >= 0.985 * once[0].tokens_per_s
+
+
+@pytest.mark.parametrize(("clients", "taken"), [(256, False), (512, True)])
+def test_a_pipeline_over_machines_is_looked_at_where_not_nearly_all_clients_find_room_in_one(clients, taken):
+    load = {"clients": clients, "input_tokens": 2048, "output_tokens": 512}
+    found = rank(question(mixtral_8x7b(), gpus=2, machines=2, **load), "throughput", Limits(), allowed=by_itself).within
+    assert (found[0].layout.name == "tp2pp2") is taken
+    whole = next(each for each in found if not each.over_machines)
+    # Half of them do find room, so no tokens are exchanged over the network.
+    assert whole.waiting <= whole.running
+    assert not any(each.over_machines and each.layout.data_parallel_size > 1 for each in found)
+    assert any(each.over_machines for each in found) is taken
+
+
 def test_a_model_that_a_machine_holds_is_not_served_over_the_network():
     within = rank(question(gpus=8, machines=4, clients=64), "throughput", Limits()).within
     assert all(each.layout.devices_of_server <= 8 for each in within)
