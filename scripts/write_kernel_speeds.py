@@ -44,9 +44,9 @@ _IN_E4M3 = "grouped-mxfp4-"
 _FEWEST = 4
 """Numbers of tokens in a table, at least: what lies far from all that were timed is better measured at the start."""
 _STOCK = "vllm"
-_OF_TRITON = {("gpt-oss-120b", "mxfp4")}
-"""Layers that vLLM gives to the package triton_kernels. Where that was not timed, a record has Marlin in its place,
-which vLLM takes without that package.
+_GPT_OSS = "gpt-oss"
+"""Begins the names of layers that vLLM gives to the package triton_kernels. Where that was not timed, a record has
+Marlin in its place, which vLLM takes without that package.
 """
 _EVEN = "uniform"
 """Of the routings that were timed, the one in which all experts are equally likely."""
@@ -109,7 +109,8 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     for case in record["cases"]:
         if _STOCK not in case["sides"] or case["dtype"] not in _WEIGHTS:
             continue
-        if (case["shape"]["name"], case["dtype"]) in _OF_TRITON and not record.get("triton_kernels"):
+        as_vllm = case["dtype"] != "mxfp4" or record.get("triton_kernels")
+        if case["shape"]["name"].startswith(_GPT_OSS) and not as_vllm:
             continue
         if in_e4m3 != same_kernels(_WEIGHTS[case["dtype"]]).get(measured, measured):
             sides = {name: side for name, side in case["sides"].items() if not name.startswith(_IN_E4M3)}

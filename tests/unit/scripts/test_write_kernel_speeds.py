@@ -64,10 +64,13 @@ def test_a_layer_for_which_the_time_was_over_is_no_table(script: ModuleType) -> 
     assert [table.weights for table in tables] == ["bf16"]
 
 
-def test_a_layer_that_was_timed_beside_a_kernel_that_vllm_does_not_take_is_no_table(script: ModuleType) -> None:
+@pytest.mark.parametrize("layer", ["gpt-oss-120b", "gpt-oss-20b"])
+def test_a_layer_that_was_timed_beside_a_kernel_that_vllm_does_not_take_is_no_table(
+    layer: str, script: ModuleType
+) -> None:
     made = record()
     (first, *_) = made["cases"]
-    of_gpt_oss = {**first, "shape": {**first["shape"], "name": "gpt-oss-120b"}, "dtype": "mxfp4"}
+    of_gpt_oss = {**first, "shape": {**first["shape"], "name": layer}, "dtype": "mxfp4"}
     path = Path("benchmarks/records/a.json")
     assert script.tables_of(made | {"cases": [of_gpt_oss]}, path) == []
     assert len(script.tables_of(made | {"cases": [of_gpt_oss], "triton_kernels": True}, path)) == 1
