@@ -17,6 +17,8 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.layout import Layout, parse_layout
 from moe_optimizer.specs.quantity import bytes_in_words
 
+_LEFT_OUT = "leave it out: the dry run lists the layouts that are possible"
+
 
 def with_pinned_layout(ctx: PlanContext) -> PlanContext:
     """Return the context in which the passes that a pinned layout needs are asked for by it.
@@ -48,7 +50,9 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
     ):
         given = ctx.pinned.count(flag)
         if given not in (None, size):
-            raise InputError(f"--layout {layout.name} and {flag} {given} after -- contradict each other")
+            raise InputError(
+                f"--layout {layout.name} and {flag} {given} after -- contradict each other", hint="give one of them"
+            )
     wishes = {key: (Wish.ON if needs else Wish.OFF, origin) for key, needs in needed.items()}
     return dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes={**ctx.request.wishes, **wishes}))
 
@@ -65,7 +69,8 @@ def check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking, question: L
     there = ctx.num_gpus * ctx.request.num_nodes
     if layout.num_devices > there:
         raise UnsupportedError(
-            f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}", hint=_how_to_get(ctx, layout)
+            f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}",
+            hint=_how_to_get(ctx, layout) or _LEFT_OUT,
         )
     if ranking.do_not_fit:
         _refuse_too_large(ctx, layout, memory_of(question, layout))
@@ -74,7 +79,7 @@ def check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking, question: L
     machines = f"over {ctx.request.num_nodes} x {ctx.num_gpus} GPUs"
     raise UnsupportedError(
         f"--layout {layout.name}: {ctx.model.name} does not divide so {machines}{f' ({why})' if why else ''}",
-        hint="leave it out: the dry run lists the layouts that are possible",
+        hint=_LEFT_OUT,
     )
 
 

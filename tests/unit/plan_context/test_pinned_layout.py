@@ -94,9 +94,10 @@ def test_a_pinned_layout_is_not_said_to_follow_from_the_prediction():
         ({"layout": "tp8", "vllm_args": ("--tensor-parallel-size", "4")}, InputError),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(changes, error):
-    with pytest.raises(error):
+def test_a_layout_that_cannot_be_is_refused_with_what_to_do(changes, error):
+    with pytest.raises(error) as caught:
         planned(**changes)
+    assert caught.value.hint
 
 
 def test_a_pinned_layout_that_does_not_divide_says_what_does_not():
@@ -133,7 +134,7 @@ def test_a_pinned_layout_of_more_gpus_than_are_planned_for_says_how_to_get_them(
     # Of named machines; one that was found has no more.
     with pytest.raises(UnsupportedError, match=f"--layout {layout}: needs .* found {count}") as caught:
         planned(count, layout=layout)
-    assert (caught.value.hint or "") == hint
+    assert (caught.value.hint or "").startswith(hint or "leave it out")
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp1x2", "tp1p1d1"])
