@@ -89,6 +89,8 @@ class Load:
     """Mean time to first token, where the record keeps how they are distributed."""
     why_no_rate: str = ""
     """Why the rate is not judged."""
+    front_end_share: float | None = None
+    """Share of the time that each API server was busy on a core, where the record has it."""
     held_up: bool = False
     """Whether what sends or reads tokens was held up. Tokens came in pairs under some load of the same start of
     bench_layouts.py, of this server or of one that was up beside it: there was no time for each step. The median gap
@@ -240,7 +242,7 @@ def _bench_load(record: str, side: str, load: Any, lengths: tuple[int, int], *, 
         tpot_ms=load["tpot_ms"]["median"], tokens_per_s=load["output_tokens_per_s"],
         step_tokens=16_384 if (record, side) in _LONG_STEPS else STEP_TOKENS,
         max_running=_FEW_REQUESTS.get(record, 1024), ttft_ms=_mean_ttft_ms(load),
-        gap_ms=load.get("itl_ms", {}).get("median"),
+        gap_ms=load.get("itl_ms", {}).get("median"), front_end_share=(load.get("api_servers") or {}).get("core_share"),
     )  # fmt: skip
 
 

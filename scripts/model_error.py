@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.measured_loads import QWEN3_30B  # noqa: E402
-from scripts.predicted_loads import Case, by_pass, cases, choices, foreseen, of_their_front_ends  # noqa: E402
+from scripts.predicted_loads import Case, by_pass, cases, choices, foreseen, predicted  # noqa: E402
 
 PAGE = ROOT / "docs" / "model_error.md"
 _NAMED = 4
@@ -31,11 +31,11 @@ _HEAD = """# How wrong the predictions are
 Written by `scripts/model_error.py` from the records named below: random weights, of Qwen3-30B-A3B where no other model
 is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
-predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
-one in brackets: under some load of that start, of this server or of one up beside it, tokens came in pairs, two steps
-apart, so what sends or reads them could not follow, as hosts differ in how fast that is; or the host served another
-model on other GPUs at the same time ([layout accuracy](layout_accuracy.md)). How a prediction is made:
-[layouts](layouts.md).
+predicted over measured, less one. A case in italics gave a constant of the model, or what an API server of its host
+takes for a token, and is left out of the means, as is one in brackets: under some load of that start, of this server or
+of one up beside it, tokens came in pairs, two steps apart, so what sends or reads them could not follow, as hosts
+differ in how fast that is; or the host served another model on other GPUs at the same time
+([layout accuracy](layout_accuracy.md)). How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
 requests leaves places empty, and the prediction counts that too. A rate is judged only where the record shows that the
@@ -98,9 +98,19 @@ def page(found: list[Case]) -> str:
     for words, summed in (("mean error", statistics.mean), ("median error", statistics.median), ("largest error", max)):
         figures = [summed([abs(error) for error, _ in each]) for each in errors.values()]
         lines.append(f"| {words} | {' | '.join(f'{figure:.1%}' for figure in figures)} |")
-    lines += ["", *_held_up(found), *_pass_table(found), "", *_choice_table(found), "", "The worst cases:", ""]
+    lines += [
+        "",
+        *_bracketed(found),
+        *_told(found),
+        *_pass_table(found),
+        "",
+        *_choice_table(found),
+        "",
+        "The worst cases:",
+        "",
+    ]
     lines += [line for what, pairs in errors.items() for line in _worst(what, pairs)]
-    lines += _worst("TPOT, in brackets", [(case.tpot_error, case) for case in found if case.load.held_up])
+    lines += _worst("TPOT, in brackets", [(case.tpot_error, case) for case in found if case.in_brackets])
     lines += _foreseen()
     lines += [
         "",
@@ -139,24 +149,33 @@ def _foreseen() -> list[str]:
     ]
 
 
-def _held_up(found: list[Case]) -> list[str]:
+def _bracketed(found: list[Case]) -> list[str]:
     """Return what the errors would be with the cases in brackets, where there are any."""
-    if not any(case.load.held_up for case in found):
+    if not any(case.in_brackets for case in found):
         return []
     counted = [case for case in found if not case.fitted]
-    rates = [abs(case.rate_error) for case in counted if case.rate_error is not None]
-    means = {"TPOT": [abs(case.tpot_error) for case in counted], "tokens/s": rates}
-    lines = [f"With the cases in brackets the mean error is {_in_words(means)}."]
-    if own := of_their_front_ends(found):
-        rates = [abs(case.rate_error) for case in own if case.rate_error is not None]
-        means = {"TPOT": [abs(case.tpot_error) for case in own], "tokens/s": rates}
-        lines += [
-            "",
-            f"{len(own)} of them have 512 clients, and waited for their one API server. With what it took for a token "
-            "(the median gap between two tokens over 512) in place of our constant they are off by "
-            f"{_in_words(means)}. That number is of the same load: it says what the cause is, and predicts nothing.",
-        ]
-    return [*lines, ""]
+    return [f"With the cases in brackets the mean error is {_in_words(_errors(counted))}.", ""]
+
+
+def _told(found: list[Case]) -> list[str]:
+    """Return what the errors are of loads that another load of their host told of."""
+    if not (told := [case for case in found if case.told]):
+        return []
+    plain = [predicted(case.load) for case in told]
+    errors, constant = _errors(told), _errors(plain)
+    tellers = sum(case.tells for case in found)
+    return [
+        f"{tellers} loads in italics waited for their one API server, and told what it takes for a token on their "
+        "host: the median gap between two tokens of a request over the clients. `moe-optimizer bench` keeps that for "
+        f"later plans of a machine. {len(told)} other loads of those records are predicted with it, and judged: "
+        f"{_in_words(errors)}. With the constant of the model they were off by {_in_words(constant)}.",
+        "",
+    ]
+
+
+def _errors(cases: list[Case]) -> dict[str, list[float]]:
+    rates = [abs(case.rate_error) for case in cases if case.rate_error is not None]
+    return {"TPOT": [abs(case.tpot_error) for case in cases], "tokens/s": rates}
 
 
 def _in_words(errors: dict[str, list[float]]) -> str:
@@ -166,7 +185,7 @@ def _in_words(errors: dict[str, list[float]]) -> str:
 
 def _row(case: Case) -> str:
     load = case.load
-    clients = f"*{load.clients}*" if case.fitted else f"({load.clients})" if load.held_up else f"{load.clients}"
+    clients = f"*{load.clients}*" if case.fitted else f"({load.clients})" if case.in_brackets else f"{load.clients}"
     rates = "| |" if load.tokens_per_s is None else f"| {load.tokens_per_s:,.0f} | {case.rate:,.0f}"
     error = load.why_no_rate if case.rate_error is None else f"{case.rate_error:+.0%}"
     return (

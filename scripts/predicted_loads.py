@@ -26,7 +26,9 @@ from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E40
 from moe_optimizer.layouts.question import LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
+from moe_optimizer.measure.bench.api_servers import SATURATED  # noqa: E402
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad  # noqa: E402
+from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
@@ -58,7 +60,9 @@ READER_REQUEST_US = 1000.0
 0.4 to 0.6 s longer than the reading of their prompts lets them in all records of layouts, of one API server as of
 four."""
 _CLIENTS_OF_FRONT_END = 512
-"""The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs."""
+"""The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs. Where a
+record says how busy the API server was, any load tells what it took.
+"""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
 FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -122,16 +126,27 @@ class Case:
     prediction: Prediction
     rate: float
     """Predicted tokens/s of the run as it was, from its first request to its last."""
+    tells: bool = False
+    """Whether it told what an API server of its host takes for a token, which other loads of the record are predicted
+    with.
+    """
+    told: bool = False
+    """Whether another load told that of its host, as `moe-optimizer bench` keeps it for later plans of a machine."""
 
     @property
     def fitted(self) -> bool:
-        """Whether a constant was read from it."""
-        return (self.load.record, self.load.side, self.load.served_as, self.load.clients) in FITTED
+        """Whether a constant was read from it, of the model or of its host."""
+        return self.tells or (self.load.record, self.load.side, self.load.served_as, self.load.clients) in FITTED
+
+    @property
+    def in_brackets(self) -> bool:
+        """Whether something held it up that no other load of its host tells."""
+        return self.load.held_up and not self.told and not self.fitted
 
     @property
     def judged(self) -> bool:
         """Whether its errors count in the means."""
-        return not self.fitted and not self.load.held_up
+        return not self.fitted and not self.in_brackets
 
     @property
     def tpot_error(self) -> float:
@@ -183,19 +198,38 @@ class LayoutChoice:
 
 def cases() -> Iterator[Case]:
     """Yield every load of the served records, each with its prediction."""
-    yield from map(predicted, [*served_loads(), *TRIAL])
+    loads = [*served_loads(), *TRIAL]
+    telling: dict[str, Load] = {}
+    for load in loads:
+        if load.record not in telling and _waited_for_its_front_end(load):
+            telling[load.record] = load
+    for load in loads:
+        teller = telling.get(load.record)
+        if teller is None or load is teller:
+            yield dataclasses.replace(predicted(load), tells=load is teller)
+        else:
+            host = FrontEnd(times=(front_end_time(teller),))
+            case = predicted(load, front_end=host)
+            yield dataclasses.replace(case, told=case.prediction.front_end_us.ref.startswith(teller.record))
 
 
-def of_their_front_ends(found: list[Case]) -> list[Case]:
-    """Return the loads with 512 clients of those that were held up, where one API server answered all and tokens waited
-    for it, predicted with what it took for a token: the gap between two tokens of a request over the clients.
+def front_end_time(load: Load) -> FrontEndTime:
+    """Return what one API server took for a token at most: the gap between two tokens of a request over the clients."""
+    assert load.gap_ms is not None, load
+    return FrontEndTime(clients=load.clients, us_per_token=1000 * load.gap_ms / load.clients, found=load.record)
+
+
+def _waited_for_its_front_end(load: Load) -> bool:
+    """Whether one API server answered all, and tokens waited for it: its share of a core says so, or, in records that
+    lack that, the model, for the most clients of a start that was held up.
     """
-    own = (
-        predicted(load, front_end_us=1000 * load.gap_ms / load.clients)
-        for load in (case.load for case in found)
-        if load.held_up and load.clients == _CLIENTS_OF_FRONT_END and load.api_servers is None and load.gap_ms
-    )
-    return [case for case in own if case.prediction.front_end_share >= 1]
+    if not load.gap_ms or load.api_servers is not None or parse_layout(load.layout).num_engines > 1:
+        return False
+    if load.front_end_share is not None:
+        return load.front_end_share >= SATURATED
+    if not load.held_up or load.clients != _CLIENTS_OF_FRONT_END:
+        return False
+    return predicted(load, front_end=FrontEnd(times=(front_end_time(load),))).prediction.front_end_share >= 1
 
 
 def foreseen() -> Iterator[Case]:
@@ -302,10 +336,10 @@ def _score(load: Load, goal: str) -> float:
     return 1 / load.tpot_ms if goal == "latency" else load.tokens_per_s or 0.0
 
 
-def predicted(load: Load, *, front_end_us: float | None = None) -> Case:
-    """Return a load beside its prediction, which may be told what an API server took for a token."""
+def predicted(load: Load, *, front_end: FrontEnd | None = None) -> Case:
+    """Return a load beside its prediction, which may be told what API servers took for a token."""
     question, layout = _question(load), parse_layout(load.layout)
-    question = dataclasses.replace(question, front_end_us=front_end_us)
+    question = dataclasses.replace(question, front_end=front_end or FrontEnd())
     memory = memory_of(question, layout)
     if load.cache_bytes is not None:
         memory = dataclasses.replace(memory, kv_cache_bytes=load.cache_bytes)

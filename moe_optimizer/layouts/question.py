@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from moe_optimizer.costs.memory import MemoryRequest
 from moe_optimizer.costs.step_size import StepRule
 from moe_optimizer.specs.expert_load import ExpertLoad
+from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
@@ -67,8 +68,10 @@ class LayoutQuestion:
     """Whether processes count that GPUs wait for: those that launch kernels, and those that send tokens out (vLLM's API
     servers).
     """
-    front_end_us: float | None = None
-    """Time that an API server takes for a token; None: `FRONT_END_TOKEN_US`. Requests and prompts are in proportion."""
+    front_end: FrontEnd = field(default_factory=FrontEnd)
+    """What API servers of these machines were found to take; where it says nothing, `FRONT_END_TOKEN_US`. Requests and
+    prompts are in proportion.
+    """
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

@@ -53,6 +53,8 @@ class Prediction:
     """Processes of each server that take requests in and send tokens out."""
     front_end_share: float
     """Of a step of decoding, that each of them is busy; 1: the step is as long as they take."""
+    front_end_us: Quantity
+    """What each of them takes for a token."""
     parts: dict[str, Quantity]
     """The time of a step of decoding by parts, in us; what its tokens wait for the API server is one."""
 
@@ -117,7 +119,8 @@ def predict(
     read = math.ceil(active / (layout.prefill_servers * layout.data_parallel_size)) if layout.disaggregated else running
     loop = _Loop(question, model, running, _beside(question, layout), dropped, read=read, step_tokens=step_tokens)
     api_servers = question.api_servers or loop.api_servers()
-    times = loop.times(api_servers / layout.data_parallel_size)
+    front_ends = api_servers / layout.data_parallel_size
+    times = loop.times(front_ends)
     waits = Quantity(times.waits_us, "us", Source.MODELLED, f"tokens of answers as in {fitted.LAYOUTS}")
     waiting = clients - running
     return Prediction(
@@ -132,6 +135,7 @@ def predict(
         reading_share=times.reading_share,
         api_servers=api_servers,
         front_end_share=times.front_end_share,
+        front_end_us=loop.token_us(front_ends),
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
 
@@ -193,8 +197,6 @@ class _Loop:
         # In later rounds it is read while the others write.
         self._beside_us = model.step_us(replace(self._beside, sequences=2 * busy, prompt=prompt / self._alone)) / stages
         self._others, self._others_us = 0, 0.0
-        token_us = question.front_end_us or fitted.FRONT_END_TOKEN_US
-        self._front_end = question.processes * token_us / fitted.FRONT_END_TOKEN_US
 
     def _read_in_steps(self, taking_us: float) -> None:
         """Set in how many steps the other prompts are read, and how long those take: a step reads, as far as it has
@@ -221,17 +223,22 @@ class _Loop:
         """
         layout, question = self.model.layout, self._question
         copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine
-        token_us = fitted.FRONT_END_TOKEN_US * self._front_end
-        sending_us = token_us * self._decoding_at_once * copies
+        sending_us = question.processes * self.token_us(1).value * self._decoding_at_once * copies
         enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
         most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
         return min(max(copies, enough), most)
+
+    def token_us(self, front_ends: float) -> Quantity:
+        """Return what a process takes for a token where so many of an engine send them out."""
+        found = self._question.front_end.of_clients(self._decoding_at_once / front_ends)
+        return found or Quantity(fitted.FRONT_END_TOKEN_US, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, read = self._question, self.model.layout, self._read
         prompt, answer = question.input_tokens, question.output_tokens
-        share = self._front_end / front_ends
+        token_us = self.token_us(front_ends).value
+        share = question.processes * token_us / fitted.FRONT_END_TOKEN_US / front_ends
         sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
-from moe_optimizer.specs.quantity import bytes_in_words
+from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words
 
 _BAR = 6
 _WITH_BARS = 79
@@ -41,7 +41,8 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield from _parts(choice, width)
     best = choice.estimate
     servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
-    yield from _wrapped(f"front end: {servers} busy {best.front_end_share:.0%} of a decode step", width)
+    busy = f"front end: {servers} busy {best.front_end_share:.0%} of a decode step"
+    yield from _wrapped(f"{busy}{_of_this_machine(choice.front_end_us)}", width)
     weights = bytes_in_words(best.weight_bytes)
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 
@@ -68,6 +69,12 @@ def _planned(choice: LayoutChoice) -> str:
     notes += ["TPOT above its limit"] if chosen.tpot_ms > (choice.tpot_limit_ms or math.inf) else []
     notes += ["bound by the front end"] if chosen.front_end_share == 1 else []
     return "; ".join(["planned", *notes])
+
+
+def _of_this_machine(front_end_us: Quantity | None) -> str:
+    if front_end_us is None or front_end_us.source is not Source.MEASURED:
+        return ""
+    return f", at {front_end_us.value:.0f} us a token ({front_end_us.ref})"
 
 
 def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:

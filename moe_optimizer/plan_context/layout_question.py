@@ -20,6 +20,7 @@ from moe_optimizer.plan_context.graph_arguments import argument_against_graphs, 
 from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
+from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.layout import parse_layout
 
 _FP8_BITS = 8
@@ -62,6 +63,8 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         fused_router_tokens=fused_router_tokens(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
+        # Other machines have other processors.
+        front_end=ctx.software.front_end if ctx.hardware.origin == "probed" else FrontEnd(),
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
         prompt_graphs=prompts_have_graphs(ctx, steps.given or steps.asked or steps.most),

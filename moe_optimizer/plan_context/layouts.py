@@ -83,7 +83,10 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
         request = dataclasses.replace(request, max_num_batched_tokens=tokens)
     prediction = predict(question, choice.layout, memory, request=request)
     return dataclasses.replace(
-        choice, estimates=(_estimate(prediction, ""), *choice.estimates[1:]), parts_us=_parts_us(prediction)
+        choice,
+        estimates=(_estimate(prediction, ""), *choice.estimates[1:]),
+        parts_us=_parts_us(prediction),
+        front_end_us=prediction.front_end_us,
     )
 
 
@@ -126,6 +129,7 @@ def _choice(ctx: PlanContext, ranking: Ranking, *, pinned: str) -> LayoutChoice:
         ),
         num_layouts=len(ordered) + len(ranking.do_not_fit),
         parts_us=_parts_us(chosen),
+        front_end_us=chosen.front_end_us,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.vllm_runs import VllmRuns
 
@@ -64,6 +65,8 @@ class SoftwareSpec:
     """Whether vLLM's own variable names that folder: then vLLM looks there whatever the plan says, unless its server
     is given another value."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)
+    front_end: FrontEnd = field(default_factory=FrontEnd)
+    """What `bench` found of this machine's API servers."""
     torch: str = ""
     """Version of torch; "" where it is not installed."""
     triton: str = ""

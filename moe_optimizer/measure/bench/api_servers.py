@@ -12,6 +12,10 @@ from moe_optimizer.measure.bench.samples import RoundSamples
 BUSY = 0.6
 """Chosen: the share of a core from which a user is told. A process that everything waits for is not busy all the time,
 as GPUs and clients wait in turns: those that slices of a DeepSeek-like shape waited for were for 65 to 88 %."""
+SATURATED = 0.9
+"""Chosen: the share of a core from which its tokens count as waiting for the process. One that held up servers with
+short steps was busy for 95 to 99 % (benchmarks/records/2026-11-28_h200_front_end.json); those that kept up for 52 %
+at most."""
 _TITLE = "::APIServer_"
 """In the names that vLLM gives its API servers where it starts several."""
 _RUST = "--listen-fd"
@@ -23,8 +27,9 @@ _US = 1e6
 class ApiServers:
     """What the API servers of a side took under a load."""
 
+    servers: int = 1
     processes: int
-    """Of a server."""
+    """Of each server."""
     us_per_token: float
     """Microseconds of a processor for each output token, of all together; what requests and their prompts took is in
     it."""
@@ -81,6 +86,7 @@ def use_of(rounds: Sequence[RoundSamples]) -> ApiServers | None:
     of_servers = [(len(each[0]), sum(map(sum, each))) for each in zip(*taken, strict=True)]
     processes, busiest_s = max(of_servers, key=lambda each: each[1] / each[0])
     return ApiServers(
+        servers=len(of_servers),
         processes=processes,
         us_per_token=_US * sum(taken_s for _, taken_s in of_servers) / tokens,
         core_share=busiest_s / processes / seconds,

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_optimizer.measure.bench.api_servers import BUSY, ApiServers, use_of
+from moe_optimizer.measure.bench.api_servers import BUSY, SATURATED, ApiServers, use_of
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
 from moe_optimizer.measure.bench.trace import Load
 from moe_optimizer.measure.expected_gains import ExpectedGain
+from moe_optimizer.specs.front_end import FrontEndTime
 
 RESULT_FILE = "bench.json"
 """The result of a benchmark, in its folder."""
 _MS = 1000.0
+_IN_PAIRS = 1.2
+"""Chosen: a gap so many times as long as the time of a token has two tokens at its end."""
 _METRICS = {"tpot_ms": False, "ttft_ms": False, "output_tokens_per_s": True}
 """What verdicts are about -> whether higher is better."""
 
@@ -58,6 +61,29 @@ class LoadResult:
     """Energy of all GPUs over the output tokens; None where GPUs do not count it."""
     api_servers: ApiServers | None = None
     """None where their processes cannot be read, as those of a server that was only named by its URL."""
+
+    @property
+    def front_end_saturated(self) -> bool:
+        """Whether tokens waited for API servers."""
+        return self.api_servers is not None and self.api_servers.core_share >= SATURATED
+
+    def front_end_time(self, found: str) -> FrontEndTime | None:
+        """Return the most that an API server can have taken for a token, and what it took where it was saturated: the
+        gap between two tokens of a request, over the requests that each answers.
+
+        Args:
+            found: when and by whom, in words.
+
+        Returns: None in open loops, and where tokens came in pairs.
+        """
+        use = self.api_servers
+        if use is None or self.clients is None or self.itl_ms is None or self.tpot_ms is None:
+            return None
+        if self.itl_ms.median > _IN_PAIRS * self.tpot_ms.median:
+            return None
+        answered = self.clients / (use.processes * use.servers)
+        us = 1000 * self.itl_ms.median / answered
+        return FrontEndTime(clients=max(1, round(answered)), us_per_token=us, found=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

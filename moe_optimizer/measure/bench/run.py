@@ -19,12 +19,13 @@ from typing import Any
 from moe_optimizer import __version__
 from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 from moe_optimizer.files import write_atomically
+from moe_optimizer.inspection.front_end import keep_front_end
 from moe_optimizer.measure.bench.pace import Pace
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
 from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
 from moe_optimizer.measure.bench.schedule import Start, Turn, starts
-from moe_optimizer.measure.bench.side import RunningSide, StartFacts, Starting, read_start, start_path, starting
+from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, Starting, read_start, start_path, starting
 from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
@@ -80,7 +81,23 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
         environment=_environment(request),
     )
     write_atomically(request.folder / RESULT_FILE, json.dumps(encode(result), indent=1) + "\n")
+    for side, measured in zip(request.sides, result.sides, strict=True):
+        _keep_front_end(side, measured)
     return result
+
+
+def _keep_front_end(side: Side, result: SideResult) -> None:
+    """Keep what API servers took for a token, for later plans of the GPUs of this machine."""
+    plan = side.plan
+    if plan is None or not plan.num_gpus or plan.engine != "vllm" or plan.vllm_version is None:
+        return
+    found = f"`bench`, {datetime.now(UTC):%Y-%m-%d}"
+    times = [(each, each.front_end_time(found)) for each in result.loads]
+    keep_front_end(
+        [time for load, time in times if time is not None and load.front_end_saturated],
+        [time for load, time in times if time is not None and not load.front_end_saturated],
+        vllm=plan.vllm_version,
+    )
 
 
 def measure_sides(request: BenchRequest, *, on_step: OnStep, handling: Handling | None = None) -> list[MeasuredSide]:

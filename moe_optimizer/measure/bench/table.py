@@ -72,6 +72,7 @@ def _about(side: SideResult) -> Iterable[str]:
         facts.append(f"processes {bytes_in_words(side.memory.process_bytes)}")
     yield from _wrapped(f"{side.name}: {'; '.join(facts)}")
     yield from _held_up(side)
+    yield from _saturated(side)
     if side.memory.parts:
         parts = [
             f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"
@@ -94,6 +95,15 @@ def _held_up(side: SideResult) -> Iterable[str]:
         f"{use.us_per_token:.0f} us a token; more of them may help (-- {API_SERVERS_FLAG} {side.most_api_servers})"
     )
     yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _saturated(side: SideResult) -> Iterable[str]:
+    """Yield what was learned of the machine: what an API server takes for a token."""
+    times = [load.front_end_time("") for load in side.loads if load.front_end_saturated]
+    told = [f"{each.us_per_token:.0f} us of {each.clients} clients" for each in times if each is not None]
+    if told:
+        words = f"tokens waited for the API server, which takes for each {', '.join(told)}"
+        yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _verdicts(result: BenchResult) -> Iterable[str]:

@@ -13,6 +13,7 @@ from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Limits, ordered, rank, why_behind
 from moe_optimizer.layouts.serving import FRONT_END, Prediction, memory_of, predict
+from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
@@ -342,6 +343,11 @@ def with_front_ends(layout: Layout, **changes: Any) -> Prediction:
     return predict(asked, layout, memory_of(asked, layout))
 
 
+def taking(us: float, clients: int = 1) -> FrontEnd:
+    """Return API servers that take so long for a token of so many clients or more."""
+    return FrontEnd(times=(FrontEndTime(clients=clients, us_per_token=us, found="a test"),))
+
+
 def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have_one_each():
     slices, copies = Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)
     one = {layout: with_front_ends(layout) for layout in (slices, copies)}
@@ -357,9 +363,25 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
 
 def test_tokens_wait_longer_for_a_slower_api_server():
     layout = Layout(tensor_parallel_size=8)
-    rates = [with_front_ends(layout, front_end_us=us).tokens_per_s for us in (FRONT_END_TOKEN_US, 88.0)]
+    rates = [with_front_ends(layout, front_end=taking(us)).tokens_per_s for us in (FRONT_END_TOKEN_US, 88.0)]
     assert rates[0] == with_front_ends(layout).tokens_per_s
     assert rates[1] < 0.6 * rates[0]
+
+
+def test_what_an_api_server_takes_of_many_clients_counts_where_each_answers_as_many():
+    slices, replicas = Layout(tensor_parallel_size=8), Layout(replicas=8)
+    few = taking(88.0, clients=1024)
+    assert with_front_ends(slices, front_end=few).tokens_per_s < with_front_ends(slices).tokens_per_s
+    assert with_front_ends(slices, front_end=few, api_servers=4) == with_front_ends(slices, api_servers=4)
+    assert with_front_ends(replicas, front_end=few) == with_front_ends(replicas)
+
+
+@given(us=st.floats(1, 1000), more=st.floats(1, 10), clients=st.integers(1, 2048))
+@settings(max_examples=25)
+def test_a_slower_api_server_never_gives_more_tokens_per_second(us, more, clients):
+    for layout in (Layout(tensor_parallel_size=8), Layout(tensor_parallel_size=2, replicas=4)):
+        fast, slow = (with_front_ends(layout, front_end=taking(each, clients=clients)) for each in (us, more * us))
+        assert slow.tokens_per_s <= fast.tokens_per_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)])

@@ -16,6 +16,7 @@ from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
+from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime
 from moe_optimizer.specs.kernel_speeds import TokenSpeeds
 from tests.builders import (
     deepseek_v3,
@@ -353,6 +354,25 @@ def test_each_server_gets_more_api_servers_where_one_would_be_busy_for_most_of_a
     assert api_servers(one) == choice_of(one).estimate.api_servers == 1
     assert choice_of(plan).estimate.tokens_per_s > choice_of(one).estimate.tokens_per_s
     assert "API servers" in plan.decision("scheduler").reason
+
+
+def test_what_bench_found_of_this_machines_api_servers_counts_is_shown_and_is_of_no_other_machine():
+    found = FrontEndTime(clients=128, us_per_token=88.0, found="`bench`, 2026-11-28")
+    slow = dataclasses.replace(software(), front_end=FrontEnd(times=(found,)))
+    here = dataclasses.replace(gpus("h100_sxm", 8), origin="probed")
+    plans = [
+        made_plan(qwen3_30b_a3b(), hardware, clients=128, layout="tp8", software=installed)
+        for hardware, installed in ((here, software()), (here, slow), (gpus("h100_sxm", 8), slow))
+    ]
+    shown = ["\n".join(layout_lines(choice_of(plan), 80)) for plan in plans]
+    assert api_servers(plans[0]) == api_servers(plans[2])
+    assert shown[0] == shown[2]
+    assert (api_servers(plans[1]) or 1) > (api_servers(plans[0]) or 1)
+    one = made_plan(
+        qwen3_30b_a3b(), here, clients=128, layout="tp8", software=slow, vllm_args=("--api-server-count", "1")
+    )
+    said = " ".join("\n".join(layout_lines(choice_of(one), 80)).split())
+    assert "of a decode step, at 88 us a token (`bench`, 2026-11-28, 128 clients)" in said
 
 
 ONE_API_SERVER = dataclasses.replace(software(), one_api_server="VLLM_ALLOW_RUNTIME_LORA_UPDATING")

@@ -14,7 +14,7 @@ import pytest
 import setproctitle
 
 from moe_optimizer.measure.bench.api_servers import ApiServers, processor_seconds, seconds_between, use_of
-from moe_optimizer.measure.bench.result import SideResult
+from moe_optimizer.measure.bench.result import LoadResult, SideResult
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.table import render
 from moe_optimizer.plan.json_codec import decode, encode
@@ -120,15 +120,15 @@ def known(found: ApiServers | None) -> ApiServers:
 def test_time_is_per_output_token_and_per_second_of_a_core() -> None:
     assert dataclasses.asdict(
         known(use_of([a_round(2.0, 10_000, ((1.0,),)), a_round(3.0, 30_000, ((1.5,),))]))
-    ) == pytest.approx({"processes": 1, "us_per_token": 62.5, "core_share": 0.5})
+    ) == pytest.approx({"servers": 1, "processes": 1, "us_per_token": 62.5, "core_share": 0.5})
     assert dataclasses.asdict(known(use_of([a_round(2.0, 10_000, ((1.0, 0.6),))]))) == pytest.approx(
-        {"processes": 2, "us_per_token": 160.0, "core_share": 0.4}
+        {"servers": 1, "processes": 2, "us_per_token": 160.0, "core_share": 0.4}
     )
 
 
 def test_of_several_servers_all_take_time_and_the_busiest_holds_up() -> None:
     assert dataclasses.asdict(known(use_of([a_round(2.0, 10_000, ((0.2,), (1.2, 1.0)))]))) == pytest.approx(
-        {"processes": 2, "us_per_token": 240.0, "core_share": 0.55}
+        {"servers": 2, "processes": 2, "us_per_token": 240.0, "core_share": 0.55}
     )
 
 
@@ -186,3 +186,35 @@ def test_a_user_is_told_once_of_the_load_that_was_bound_most() -> None:
 )
 def test_nothing_is_said_where_more_are_no_help(side: SideResult) -> None:
     assert said(side) == []
+
+
+def waited_for(use: ApiServers | None, *, gap_ms: float = 31.8, tpot_ms: float = 41.4) -> LoadResult:
+    """Return a load of 16 clients."""
+    load = bench_result().sides[0].loads[1]
+    assert load.tpot_ms is not None
+    gap, tpot = (dataclasses.replace(load.tpot_ms, median=each) for each in (gap_ms, tpot_ms))
+    return dataclasses.replace(load, api_servers=use, itl_ms=gap, tpot_ms=tpot)
+
+
+@pytest.mark.parametrize(
+    ("use", "answered"), [(use(0.95), 16), (use(0.95, processes=4), 4), (dataclasses.replace(use(0.95), servers=2), 8)]
+)
+def test_the_gap_between_tokens_over_the_clients_of_an_api_server_is_the_most_that_it_takes_for_one(
+    use: ApiServers, answered: int
+) -> None:
+    time = waited_for(use).front_end_time("a test")
+    assert time is not None
+    assert (time.clients, time.us_per_token) == (answered, pytest.approx(31_800 / answered))
+
+
+def test_a_gap_with_two_tokens_at_its_end_tells_nothing() -> None:
+    assert waited_for(None).front_end_time("") is None
+    assert waited_for(use(0.95), gap_ms=40.0, tpot_ms=30.0).front_end_time("") is None
+    assert dataclasses.replace(waited_for(use(0.95)), clients=None, rate=2.0).front_end_time("") is None
+
+
+def test_what_saturated_api_servers_take_is_shown() -> None:
+    told = "\n".join(render(bench_result(sides=(side_with(use(0.8), use(0.95)),), verdicts=())).splitlines())
+    (us,) = (round(load.front_end_time("").us_per_token) for load in side_with(use(0.8), use(0.95)).loads[1:])  # type: ignore[union-attr]
+    assert f"takes for each {us} us of 16 clients" in " ".join(told.split())
+    assert "takes for each" not in render(bench_result(sides=(side_with(use(0.8), use(0.8)),), verdicts=()))

@@ -15,6 +15,7 @@ import pytest
 
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
+from moe_optimizer.inspection.front_end import read_front_end
 from moe_optimizer.launcher import deployment
 from moe_optimizer.measure.bench import run, side
 from moe_optimizer.measure.bench.request import BenchRequest
@@ -27,7 +28,7 @@ from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
 from moe_optimizer.passes.registry import required_key, resolve_wishes
 from moe_optimizer.plan.json_codec import encode
-from tests.builders import cpu_machine, made_plan, tiny_moe
+from tests.builders import cpu_machine, gpus, made_plan, tiny_moe
 from tests.free_ports import free_port
 from tests.unit.measure.paper_server import paper_server
 
@@ -102,6 +103,34 @@ def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchR
     result = bench(asked)
     assert [[load.discarded for load in side.loads] for side in result.sides] == [[0], [0]]
     assert {each.metric: each.verdict for each in result.verdicts}["tpot_ms"] == "faster"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "busy", "known"), [("gpu", 0.95, True), ("gpu", 0.8, False), ("cpu", 0.95, False)]
+)
+def test_what_a_saturated_api_server_takes_for_a_token_is_kept_for_plans_of_gpus(
+    hardware: str, busy: float, known: bool, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(asked.folder.parent / "cache"))
+    urls = {each.name: str(each.url) for each in asked.sides}
+    plan = made_plan(tiny_moe(), gpus("h100_sxm", 1) if hardware == "gpu" else cpu_machine())
+
+    @contextlib.contextmanager
+    def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
+        yield lambda: ask(urls[side.name])
+
+    monkeypatch.setattr(run, "starting", starting)
+    plain = sender.samples
+
+    def of_api_servers(each: Round) -> RoundSamples:
+        samples = plain(each)
+        return dataclasses.replace(samples, api_servers_s=((busy * samples.duration_s,),))
+
+    monkeypatch.setattr(sender, "samples", of_api_servers)
+    bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
+    # Two clients, some 10 ms between the tokens of each.
+    times = read_front_end(str(plan.vllm_version)).times
+    assert [(each.clients, round(each.us_per_token, -2)) for each in times] == [(2, 5000)] * known
 
 
 @pytest.mark.parametrize("ends", ["well", "early"])
