@@ -282,6 +282,7 @@ class Runner:
         values = {
             "out": str(out),
             "models": str(scratch / "models"),
+            "scratch": str(scratch),
             "commit": self._commit,
             "port": str(FIRST_PORT + PORTS_OF_A_JOB * number),
             **{f"gpu{index}": gpu for index, gpu in enumerate(gpus)},

@@ -47,6 +47,8 @@ BF16_ORDER = (1, 8, 64, 4096, 2, 4, 16, 32, 128, 512, 256, 1024, 2048, 8192)
 CHECK_LIMIT_S = 90
 GPT_OSS = "gpt-oss"
 """Begins the names of layers that vLLM gives to triton_kernels in MXFP4, where that package is there."""
+CHOICE = "choice of experts"
+"""The side of vLLM's softmax top-k alone, which is in the time of triton_kernels and in no other."""
 MARLIN_ERROR = 0.03
 """Chosen: ten times what BF16 products lose; another order of the weights is off by about 1."""
 DEEP_GEMM_FROM_TOKENS = 64  # below, its tiles of 128 tokens per expert are mostly padding
@@ -384,6 +386,7 @@ def one_case(case: Case, out: Path, right: dict[str, bool], peers: Peers, ceilin
     as_vllm = triton_kernels if shape.name.startswith(GPT_OSS) and dtype == "mxfp4" else None
     if as_vllm is not None:
         found["vllm"] = triton_side(case, as_vllm, inputs, problems[0])
+        sides[CHOICE] = [as_vllm.choice(w, t) for w, t in zip(weights, inputs, strict=True)]
     if marlin is not None and four_bits:
         found["vllm" if as_vllm is None else "marlin"] = marlin_side(case, marlin, inputs, problems[0])
     sides |= {name: calls for name, (calls, _) in found.items() if calls}

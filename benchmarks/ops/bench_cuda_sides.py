@@ -74,11 +74,7 @@ class Vllm:
         self.version = __version__
         self._experts = fused_moe.fused_experts
         self._fp8_config = fp8_w8a8_moe_quant_config
-        try:
-            from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
-        except ImportError:  # older: beside the experts
-            fused_topk = fused_moe.fused_topk  # pyrefly: ignore[missing-attribute]
-        self._topk = fused_topk
+        self._topk = _vllms_topk()
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:
         """`fused_experts` with given ids."""
@@ -104,6 +100,17 @@ class Vllm:
             quant_config=config, expert_map=tokens.expert_map,
             global_num_experts=-1 if tokens.expert_map is None else tokens.expert_map.numel(),
         )  # fmt: skip
+
+
+def _vllms_topk() -> Any:
+    """The softmax top-k of vLLM."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+    except ImportError:  # older: beside the experts
+        from vllm.model_executor.layers.fused_moe import fused_moe
+
+        fused_topk = fused_moe.fused_topk  # pyrefly: ignore[missing-attribute]
+    return fused_topk
 
 
 class Marlin:
@@ -191,19 +198,17 @@ class Marlin:
 
 
 class TritonKernels:
-    """What vLLM gives gpt-oss's MXFP4 experts to: the package triton_kernels, which it brings along, from ids on.
+    """What vLLM gives gpt-oss's MXFP4 experts to: the package triton_kernels, which it brings along.
 
-    It computes gpt-oss's activation alone, with gate and up rows in turn.
+    On one GPU, and with slices, it gets the router's logits: the choice of experts is in it, which others need before
+    (`choice`). It computes gpt-oss's activation alone, with gate and up rows in turn.
     """
 
     activation = "swigluoai"
 
     def __init__(self) -> None:
         from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
-        from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import (
-            make_routing_data,
-            triton_kernel_fused_experts,
-        )
+        from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import triton_kernel_moe_forward
         from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
         from vllm.utils.import_utils import has_triton_kernels
 
@@ -211,25 +216,22 @@ class TritonKernels:
             raise RuntimeError("vLLM finds no package triton_kernels")
         from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
 
-        self._run, self._route = triton_kernel_fused_experts, make_routing_data
+        self._run, self._topk = triton_kernel_moe_forward, _vllms_topk()
         self._config, self._swizzle = mxfp4_w4a16_moe_quant_config, _swizzle_mxfp4
         self._precision, self._flex = PrecisionConfig, FlexCtx
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:
-        """With given ids, all of experts that are here. Weights are copied into its order when they are met first."""
+        """From logits on, all of experts that are here. Weights are copied into its order when they are met first."""
         w13, w2, config = self._prepared(weights)
-        experts, top_k = weights.w13.shape[0], tokens.topk_ids.shape[1]
-        between = torch.empty(len(tokens.x) * top_k, weights.w13.shape[1] // 2, dtype=torch.bfloat16, device="cuda")
-        out = torch.empty_like(tokens.x)
+        logits, top_k = _logits_of_choice(tokens, weights.w13.shape[0]), tokens.topk_ids.shape[1]
+        return lambda: self._run(
+            tokens.x, w13, w2, logits, top_k, True, quant_config=config, global_num_experts=logits.shape[1]
+        )
 
-        def call() -> torch.Tensor:
-            self._run(
-                out, tokens.x, w13, w2, *self._route(tokens.topk_ids, tokens.topk_weights, experts), topk=top_k,
-                quant_config=config, global_num_experts=experts, intermediate_cache=between,
-            )  # fmt: skip
-            return out
-
-        return call
+    def choice(self, weights: Weights, tokens: Tokens) -> Call:
+        """The choice of experts that vLLM makes for kernels that need it made."""
+        logits, top_k = _logits_of_choice(tokens, weights.w13.shape[0]), tokens.topk_ids.shape[1]
+        return lambda: self._topk(tokens.x, logits, top_k, True)[0]
 
     def _prepared(self, weights: Weights) -> tuple[Any, Any, Any]:
         """As vLLM's `convert_to_mxfp4_moe_kernel_format` has them."""
@@ -243,6 +245,12 @@ class TritonKernels:
             found = (*codes, self._config(*scales))
             object.__setattr__(weights, "_triton_kernels", found)  # lives as long as the weights
         return found
+
+
+def _logits_of_choice(tokens: Tokens, experts: int) -> torch.Tensor:
+    """BF16 logits, as a router gives them, whose softmax over the chosen experts is their weights."""
+    logits = torch.full((len(tokens.x), experts), -1e4, dtype=torch.bfloat16, device="cuda")
+    return logits.scatter_(1, tokens.topk_ids.long(), tokens.topk_weights.log().bfloat16())
 
 
 class DeepGemm:

@@ -28,7 +28,14 @@ from tests.builders import software
 from tests.eventually import eventually, is_running
 
 SHIPPED = read_section(Jobs, JOBS, origin="jobs.yaml", what="jobs")
-VALUES = {"out": "/o", "models": "/m", "commit": "c", "port": "1", **{f"gpu{index}": str(index) for index in range(8)}}
+VALUES = {
+    "out": "/o",
+    "models": "/m",
+    "scratch": "/m",
+    "commit": "c",
+    "port": "1",
+    **{f"gpu{index}": str(index) for index in range(8)},
+}
 Write = Callable[[dict[str, Any]], list[str]]
 
 
