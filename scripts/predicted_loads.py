@@ -32,6 +32,7 @@ from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import SpeedTables  # noqa: E402
 from moe_optimizer.specs.layout import Layout, parse_layout  # noqa: E402
 from moe_optimizer.specs.model import ModelSpec  # noqa: E402
+from moe_optimizer.specs.quantity import Source  # noqa: E402
 from moe_optimizer.yaml_model import read_section  # noqa: E402
 from scripts.measured_loads import QWEN3_30B, TRIAL, Load, served_loads  # noqa: E402
 from tests.builders import qwen3_30b_a3b  # noqa: E402
@@ -63,6 +64,8 @@ _CLIENTS_OF_FRONT_END = 512
 """The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs. Where a
 record says how busy the API server was, any load tells what it took.
 """
+SAME_HOST = {"2026-11-28_h200_x2_layouts_front_end": "2026-11-28_h200_front_end_one"}
+"""Record -> the one that was measured before on the same host, and tells what its API servers take."""
 ONE_ROUTE = ("deepseek_v2",)
 """Models whose random weights send every token to the same experts."""
 FORESEEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -199,18 +202,26 @@ class LayoutChoice:
 def cases() -> Iterator[Case]:
     """Yield every load of the served records, each with its prediction."""
     loads = [*served_loads(), *TRIAL]
-    telling: dict[str, Load] = {}
+    telling = _telling(loads)
     for load in loads:
-        if load.record not in telling and _waited_for_its_front_end(load):
-            telling[load.record] = load
-    for load in loads:
-        teller = telling.get(load.record)
-        if teller is None or load is teller:
-            yield dataclasses.replace(predicted(load), tells=load is teller)
+        others = [each for each in telling.get(SAME_HOST.get(load.record, load.record), ()) if each is not load]
+        if load in telling.get(load.record, ()):
+            yield dataclasses.replace(predicted(load), tells=True)
         else:
-            host = FrontEnd(times=(front_end_time(teller),))
-            case = predicted(load, front_end=host)
-            yield dataclasses.replace(case, told=case.prediction.front_end_us.ref.startswith(teller.record))
+            case = predicted(load, front_end=FrontEnd(times=tuple(map(front_end_time, others))))
+            yield dataclasses.replace(case, told=case.prediction.front_end_us.source is Source.MEASURED)
+
+
+def _telling(loads: list[Load]) -> dict[str, list[Load]]:
+    """Return the loads of each record that tell what an API server of its host takes, the first of each number of
+    clients.
+    """
+    telling: dict[str, list[Load]] = {}
+    for load in loads:
+        told = telling.get(load.record, ())
+        if load.clients not in (each.clients for each in told) and _waited_for_its_front_end(load):
+            telling.setdefault(load.record, []).append(load)
+    return telling
 
 
 def front_end_time(load: Load) -> FrontEndTime:
@@ -221,7 +232,7 @@ def front_end_time(load: Load) -> FrontEndTime:
 
 def _waited_for_its_front_end(load: Load) -> bool:
     """Whether one API server answered all, and tokens waited for it: its share of a core says so, or, in records that
-    lack that, the model, for the most clients of a start that was held up.
+    lack that, that the start was held up and a step as modelled is shorter than the tokens of all clients took.
     """
     if not load.gap_ms or load.api_servers is not None or parse_layout(load.layout).num_engines > 1:
         return False
