@@ -31,6 +31,8 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "share a confidence of 95 %": _SETTING,
         "busy for more than 60 % of a core": _SETTING,
         "were so for 65 to\n88 %": "of docs/layout_accuracy.md",
+        "they were busy for 90 % of a core or more": _SETTING,
+        "a gap of more than 1.2 times the time of a token": _SETTING,
     },
     "docs/cpu_kernels.md": {
         "huge pages (2 MiB)": _SIZE,
@@ -132,6 +134,8 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-27_h100_x2_layouts_tp2",
                 "2026-11-28_h100_x2_layouts_tp2_api_servers",
                 "2026-11-28_h200_front_end",
+                "2026-11-28_h200_front_end_one",
+                "2026-11-28_h200_x2_layouts_front_end",
                 "2026-11-28_h200_four_bit_experts",
                 "2026-11-28_h200_x2_layouts_tp2_api_servers",
                 "2026-11-28_h200_x4_layouts_planned",

@@ -129,6 +129,8 @@ class ExpertConstants:
     """Of the rate in BF16."""
     tile: int
     """A slice of an expert takes the time of whole tiles of its width; 1: the kernels have none."""
+    four_bit_tile: int
+    """The same of weights in four bits."""
     activation_share: float
 
 
@@ -143,6 +145,8 @@ VLLM_EXPERTS = ExpertConstants(
     # Not in our tables, whose widths are whole tiles: published in AIConfigurator 0.12, widths 96, 160, 176 and 352
     # of Triton's kernels in BF16 on H100 and H200, beside the undivided expert, take 0.95 to 1.07 times what this says.
     tile=64,
+    # vLLM fills slices up to it for Marlin; the blocks of triton_kernels are as wide.
+    four_bit_tile=128,
     activation_share=0.627,
 )
 OUR_EXPERTS = ExpertConstants(
@@ -153,5 +157,6 @@ OUR_EXPERTS = ExpertConstants(
     fp8_flop_share=0.657,
     four_bit_flop_share=0.855,
     tile=1,
+    four_bit_tile=1,
     activation_share=1.543,
 )

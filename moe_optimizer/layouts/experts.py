@@ -106,7 +106,8 @@ class ExpertTimes:
         share = shape.num_experts / shape.num_global_experts
         hit = self._experts_hit(math.ceil(tokens)) * share
         pairs = tokens * shape.top_k * share
-        width = fit.tile * math.ceil(shape.intermediate_size / fit.tile)
+        tile = fit.tile if bits >= _FP8_BITS else fit.four_bit_tile
+        width = tile * math.ceil(shape.intermediate_size / tile)
         weights = self.question.model.expert_matrices * shape.hidden_size * width
         # vLLM's kernels take a row for every pair of the step through activation and sum, also of experts elsewhere.
         rows = pairs if ours else tokens * shape.top_k

@@ -75,7 +75,8 @@ def test_a_layer_that_was_timed_beside_a_kernel_that_vllm_does_not_take_is_no_ta
     assert script.tables_of(made | {"cases": [of_gpt_oss]}, path) == []
     # Its time has the choice of experts in it, which our kernels are given.
     with_choice = {**of_gpt_oss, "sides": {**of_gpt_oss["sides"], "choice of experts": {"median_us": 4.5}}}
-    (table,) = script.tables_of(made | {"cases": [with_choice]}, path)
+    assert script.tables_of(made | {"cases": [with_choice]}, path) == []
+    (table,) = script.tables_of(made | {"cases": [with_choice, {**with_choice, "routing": "zipf"}]}, path)
     assert table.rows[0].stock_us == of_gpt_oss["sides"]["vllm"]["median_us"] - 4.5
     assert len(script.tables_of(made | {"cases": [{**first, "dtype": "mxfp4"}]}, path)) == 1
 

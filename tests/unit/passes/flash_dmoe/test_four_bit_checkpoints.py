@@ -64,8 +64,8 @@ def with_scheme(**changes: Any) -> ModelSpec:
 def test_on_a_gpu_vllms_kernels_compute_unless_ours_are_asked_for_and_the_plan_says_why(model):
     left = decide(model, gpus("h100_sxm"))
     assert (left.status, left.applier) == (Status.OFF, Applier.NONE)
-    assert "Marlin" in left.reason
-    assert "not measured" in left.reason
+    assert ("Marlin" if model.int4 else "triton_kernels") in left.reason
+    assert ("not measured" if model.int4 else "not shown to be right") in left.reason
     assert "--enable-flash-dmoe" in left.reason
     ours = decide(model, gpus("h100_sxm"), wishes=ASKED)
     assert (ours.status, ours.applier, ours.vllm_args) == (Status.ON, Applier.PLUGIN, NO_ARGUMENTS)
@@ -140,6 +140,19 @@ def test_a_table_of_the_layer_chooses_among_our_kernels():
     decision = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, wishes=ASKED)
     assert {each.use for each in decision.params_as(FlashDmoeParams).dispatch["mxfp4"]} == {"grouped-mxfp4_weights-n16"}
     assert decision.evidence == ("a record",)
+
+
+def test_gpt_oss_is_left_to_vllm_also_where_ours_are_faster_and_the_plan_says_by_how_much():
+    shape = LayerShape(hidden_size=2880, intermediate_size=2880, num_experts=32, num_global_experts=32, top_k=4)
+    faster = TokenSpeeds(tokens=1, stock_us=60.0, ours_us={"direct": 40.0})
+    installed = with_speeds(built(), kernel_speeds(faster, weights="mxfp4", shape=shape))
+    left = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed)
+    assert left.status is Status.OFF
+    assert "1.50 to 1.50 times as fast as vLLM's triton_kernels" in left.reason
+    assert "not shown to be right" in left.reason
+    asked = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, wishes=ASKED)
+    assert asked.gain is not None
+    assert asked.gain.ratio.value == pytest.approx(1.5)
 
 
 def test_mxfp4_of_another_model_is_vllms():
