@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Table, cases
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenSpeeds, token_ranges
 
 _PAGE = "docs/kernel_speeds.md"
 _CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"
@@ -13,6 +15,7 @@ _CPU_FOUR_BIT_AVX2 = "2026-11-28_epyc-avx2_four_bit_experts"
 _FORMS = "2026-11-27_h100_four_bit_forms"
 _TWO_BLOCKS = "2026-11-27_h100_four_bit_two_blocks"
 _H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
+_MORE_LAYERS = ("2026-11-28_h200_fused_experts_1", "2026-11-28_h200_fused_experts_2")
 _VLLM = "vllm"
 _KEEPING_BF16 = ("direct", "grouped-fp8_weights")
 """Beginnings of the names of kernels that read FP8 weights and keep the tokens in BF16."""
@@ -125,6 +128,64 @@ def _h100_layer(record: Any, layer: str) -> list[float]:
         if ratios:
             found += [min(ratios), max(ratios), sum(ratio < 1 for ratio in ratios), len(ratios)]
     return found
+
+
+def _over_routings(shape: str, dtype: str, *records: Any) -> list[TokenSpeeds]:
+    """Return what a table has of a layer: our kernels that are slower under no routing, means over the routings."""
+    timed: dict[int, list[Any]] = {}
+    for record in records:
+        for case in cases(record, shape=shape, dtype=dtype):
+            timed.setdefault(case["tokens"], []).append(case)
+    rows = []
+    for tokens, of_it in sorted(timed.items()):
+        kept = [
+            name
+            for name in of_it[0]["sides"]
+            if name.startswith(("direct", "grouped-"))
+            if all(name in case["sides"] and _median(case, name) <= vllm_us(case) for case in of_it)
+        ]
+        means = {name: geometric_mean(_median(case, name) for case in of_it) for name in (_VLLM, *kept)}
+        rows.append(TokenSpeeds(tokens=tokens, stock_us=means.pop(_VLLM), ours_us=means))
+    return rows
+
+
+def _h200_layer(first: Any, second: Any, layer: str) -> list[float]:
+    """Return the least and the largest ratio in BF16 and in FP8, each with its number of tokens."""
+    found: list[float] = []
+    for dtype in ("bf16", "fp8"):
+        rows = _over_routings(_H100_LAYERS[layer], dtype, first, second)
+        ratios = [(row.stock_us / min(row.ours_us.values()), row.tokens) for row in rows]
+        if ratios:
+            found += [*min(ratios), *max(ratios)]
+    return found
+
+
+def _slower_than_vllms(*records: Any) -> list[int]:
+    """Return in how many cases none of ours is as fast as vLLM's kernel, and how many there are."""
+    ratios = [vllm_us(case) / ours_us(case) for record in records for case in record["cases"]]
+    return [sum(ratio < 1 for ratio in ratios), len(ratios)]
+
+
+def _ahead_nowhere(*records: Any) -> list[float]:
+    slower, number = _slower_than_vllms(*records)
+    assert slower == 0, f"vLLM's kernels are ahead in {slower} cases"
+    closest = min(vllm_us(case) / ours_us(case) for record in records for case in record["cases"])
+    return [number, 100 * (closest - 1)]
+
+
+def _left_to_vllm(*records: Any) -> list[float]:
+    """Return the first and last number of tokens of each range that plans leave to vLLM's kernels."""
+    found: dict[str, list[float]] = {}
+    for shape in _H100_LAYERS.values():
+        for dtype in ("bf16", "fp8"):
+            first = 1
+            for each in token_ranges(_over_routings(shape, dtype, *records)):
+                if each.use == STOCK:
+                    found.setdefault(f"{shape} {dtype}", []).extend((first, each.up_to))
+                first = each.up_to + 1
+    said = ("qwen3-next-80b-a3b", "mixtral-8x7b-tp2", "deepseek-v3-tp8", "glm-4.5-air-tp2")
+    assert set(found) == {f"{shape} bf16" for shape in said}, found
+    return [tokens for shape in said for tokens in found[f"{shape} bf16"]]
 
 
 def _experts_us(record: Any, side: str, batch: int) -> float:
@@ -241,6 +302,26 @@ CLAIMS = [
     Table(_PAGE, "| T |", "longer.", 1, (_H200,), _h200),
     Table(_PAGE, "| T |", "Speed from router logits", 1, (_H200,), _from_logits),
     Table(_PAGE, "| layer |", "Ratios of other layers", 3, (_H200,), _h200_other),
+    Table(_PAGE, "| layer, one H200 |", "### Ten more layers", 1, _MORE_LAYERS, _h200_layer),
+    Claim(
+        _PAGE,
+        "in each of the {504} cases one of ours is faster, in the closest by {0.5} %",
+        _MORE_LAYERS,
+        _ahead_nowhere,
+    ),
+    Claim(
+        _PAGE,
+        "Qwen3-Next-80B-A3B from {65} to {512} tokens, a half of Mixtral 8x7B from {3} to {4} and from {9} to\n{16}, "
+        "an eighth of DeepSeek-V3 from {257} to {511} and a half of GLM-4.5-Air from {129} to {255}",
+        _MORE_LAYERS,
+        _left_to_vllm,
+    ),
+    Claim(
+        "docs/kernels.md",
+        "uniform and Zipf routing, {504} cases on one H200",
+        _MORE_LAYERS,
+        lambda *found: _ahead_nowhere(*found)[:1],
+    ),
     Table(_PAGE, "| T |", "Qwen3-30B-A3B, uniform routing:", 1, (_H100,), _h100),
     Table(_PAGE, "| layer |", "Every layer that was timed", 1, (_H100,), _h100_layer),
     Table(_PAGE, "| kernels | T | time over", "Four bits: tried on an H100", 2, (_FORMS,), _in_flight),
