@@ -140,8 +140,8 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
 
 
 def _is_traffic(case: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether gpt-oss's layer was timed as vLLM calls its kernel, and not evenly routed alone: by what AIConfigurator 0.12
-    publishes of triton_kernels, uneven routing takes 1.06 to 1.16 times as long at 256 to 2048 tokens.
+    """Whether gpt-oss's layer was timed as vLLM calls its kernel, and not evenly routed alone: by what AIConfigurator
+    0.12 publishes of triton_kernels, uneven routing takes 1.06 to 1.16 times as long at 256 to 2048 tokens.
     """
     routings = {each["routing"] for each in record["cases"] if each["shape"] == case["shape"]}
     return _CHOICE in case["sides"] and routings != {_EVEN}

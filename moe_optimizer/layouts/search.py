@@ -150,11 +150,11 @@ def why_behind(prediction: Prediction, chosen: Prediction, goal: Goal) -> str:
         return "prefill and decode apart come last"
     if goal == "latency" and _waits(prediction) and prediction.ttft_ms > chosen.ttft_ms:
         return f"more requests wait {'for room in the cache' if _waits_for_room(prediction) else 'to be read'}"
-    if _counted(prediction, goal) < _counted(chosen, goal):
+    more, near = _more(prediction, goal), _counted(prediction, goal) < _counted(chosen, goal)
+    if not more:
         return f"less than {_EQUAL:.0%} counts as none"
-    if goal == "latency" and prediction.over_machines:
-        return f"copies over machines were not measured: less than {_FAR:.0%} does not count"
-    return f"copies have later first tokens: less than {_COPIES:.0%} does not count"
+    why = "copies over machines were not measured" if more == _FAR else "copies have later first tokens"
+    return f"{why}: less than {more + _EQUAL * near:.0%} does not count"
 
 
 def _late(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -180,10 +180,14 @@ def _waits_for_room(prediction: Prediction) -> bool:
 
 def _counted(prediction: Prediction, goal: Goal) -> float:
     """Return what a goal wants least of, as it counts in the order."""
+    return _score(prediction, goal) * (1 + _more(prediction, goal))
+
+
+def _more(prediction: Prediction, goal: Goal) -> float:
+    """Return what a layout must bring more than others to count as good as they do."""
     if prediction.layout.data_parallel_size == 1:
-        return _score(prediction, goal)
-    more = _FAR if goal == "latency" and prediction.over_machines else _COPIES
-    return _score(prediction, goal) * (1 + more)
+        return 0.0
+    return _FAR if goal == "latency" and prediction.over_machines else _COPIES
 
 
 def _score(prediction: Prediction, goal: Goal) -> float:

@@ -130,7 +130,9 @@ def test_the_record_has_the_rounds_in_which_nothing_compiled_or_failed_and_what_
         (tmp_path / f"{Turn(0, turn, 0).key}.json").write_text(json.dumps(encode(samples)), encoding="utf-8")
     found = bench_layouts.loads_measured(tmp_path, 0, workload, options)
     assert [each["clients"] for each in found] == [1]
-    assert found[0]["api_servers"] == {"processes": 1, "us_per_token": 125_000.0, "core_share": 0.25}
+    assert found[0]["api_servers"] == {
+        "servers": 1, "processes": 1, "us_per_token": 125_000.0, "core_share": 0.25,
+    }  # fmt: skip
 
 
 LOADED = """

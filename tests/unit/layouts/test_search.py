@@ -251,7 +251,7 @@ def test_copies_are_taken_only_where_they_bring_more_than_the_model_is_wrong(mod
                 near = dataclasses.replace(near, tpot_ms=plain.tpot_ms)
             first = ordered([plain, near], goal)[0]
             assert (first is near) is taken
-            assert ("later first tokens" in why_behind(near, plain, goal)) is not taken
+            assert "later first tokens" in why_behind(near, plain, goal)
 
 
 def test_for_latency_copies_over_machines_are_taken_only_where_they_bring_more_still():
@@ -261,7 +261,7 @@ def test_for_latency_copies_over_machines_are_taken_only_where_they_bring_more_s
     for factor, taken in ((1.08, False), (1.12, True)):
         near = dataclasses.replace(copies, tpot_ms=stages.tpot_ms / factor)
         assert (ordered([stages, near], "latency")[0] is near) is taken
-        assert ("over machines" in why_behind(near, stages, "latency")) is not taken
+        assert "over machines" in why_behind(near, stages, "latency")
 
 
 def test_long_reading_is_not_all_before_the_first_token():

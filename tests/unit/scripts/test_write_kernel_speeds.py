@@ -69,8 +69,8 @@ def test_a_layer_that_was_timed_beside_a_kernel_that_vllm_does_not_take_is_no_ta
     layer: str, script: ModuleType
 ) -> None:
     made = record()
-    (first, *_) = made["cases"]
-    of_gpt_oss = {**first, "shape": {**first["shape"], "name": layer}, "dtype": "mxfp4"}
+    first: dict[str, Any] = made["cases"][0]
+    of_gpt_oss: dict[str, Any] = {**first, "shape": {**first["shape"], "name": layer}, "dtype": "mxfp4"}
     path = Path("benchmarks/records/a.json")
     assert script.tables_of(made | {"cases": [of_gpt_oss]}, path) == []
     # Its time has the choice of experts in it, which our kernels are given.
