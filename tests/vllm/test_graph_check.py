@@ -230,6 +230,16 @@ def test_a_graph_that_gives_something_else_ends_the_server(
 
 
 @RUNNERS
+def test_of_vllms_own_kernels_a_wrong_graph_is_a_warning(
+    server: Server, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = checked(dataclasses.replace(server, model=torch.nn.Sequential()), kind, MISTAKES["frozen inputs"])
+    for seed in (1, 2):
+        found.step(seed=seed)
+    assert f"vLLM's own kernels: vLLM's graph of {PADDED} tokens" in caplog.text
+
+
+@RUNNERS
 def test_padding_may_hold_anything(server: Server, kind: Any) -> None:
     def garbage_behind(inputs: Any) -> Any:
         return torch.cat([double(inputs[:3]), torch.full_like(inputs[3:], float("inf"))])
