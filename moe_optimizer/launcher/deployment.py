@@ -119,7 +119,8 @@ class Deployment:
 def _check_machines(plan: Plan) -> None:
     """Refuse a plan for several machines but for a whole server on each, and for one that Ray takes to the others."""
     split = plan.parallelism
-    if plan.num_nodes == 1 or split.pipeline_parallel_size > 1 or split.replicas == plan.num_nodes:
+    over_all = split.pipeline_parallel_size == plan.num_nodes
+    if plan.num_nodes == 1 or over_all or split.replicas == plan.num_nodes:
         return
     raise UnsupportedError(
         f"the plan is for {plan.num_nodes} machines, and each has commands of its own, which serve does not start",

@@ -61,12 +61,9 @@ def _stage_counts(question: LayoutQuestion, stage: int, data: int) -> Iterator[i
 def _of_shape(question: LayoutQuestion, tensor: int, data: int, stages: int, *, expert: bool) -> Iterator[Layout]:
     each = question.gpus_per_machine
     server = tensor * data * stages
-    # A server lies in one machine, or has whole ones; then no machine is left over.
+    # A server lies in one machine, or has whole ones; then machines may be left over, which stay unused.
     in_machine = min(each // server, question.servers_per_machine or each)
-    machines = -(-server // each)
-    count = question.num_machines * in_machine if server <= each else question.num_machines // machines
-    if question.num_machines % machines:
-        return
+    count = question.num_machines * in_machine if server <= each else question.num_machines // (server // each)
     shape = {
         "tensor_parallel_size": tensor,
         "data_parallel_size": data,

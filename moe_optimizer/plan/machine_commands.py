@@ -64,25 +64,7 @@ def render_machines(plan: Plan) -> str:
             *_servers_of_a_machine(plan, servers),
         ]
         return "\n".join(lines) + "\n"
-    others = "the other machine" if nodes == 2 else f"each of the other {nodes - 1} machines"
-    lines += [
-        *comment_lines("Every machine has Ray (pip install ray), which starts vLLM's workers on the others; "
-                  f"Ray's port {RAY_PORT} and the ports that Ray, NCCL and vLLM choose are open between them."),
-        "",
-        *comment_lines("On the first machine; HEAD is its address:"),
-        *environment,
-        "export VLLM_HOST_IP=HEAD",
-        f"ray start --head --node-ip-address=HEAD --port={RAY_PORT}",
-        "",
-        *comment_lines(f"On {others}; ADDRESS is its own address:"),
-        *environment,
-        "export VLLM_HOST_IP=ADDRESS",
-        f"ray start --address=HEAD:{RAY_PORT} --node-ip-address=ADDRESS",
-        "",
-        *comment_lines(f"Then on the first machine, once `ray status` shows {plan.num_gpus} GPUs:"),
-        *_command(plan, host=_asked_host(plan, "HEAD")),
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_stages_of_machines(plan, environment)]) + "\n"
 
 
 def _layout_words(plan: Plan) -> str:
@@ -132,18 +114,50 @@ def _server_apart(plan: Plan, server: ServerRole) -> list[str]:
     return [f"# {server.name}", *(f"{name}={shlex.quote(value)} \\" for name, value in own.items()), *command]
 
 
+def _groups(plan: Plan) -> str:
+    """Return that the machines are several servers; "" where they are one."""
+    split = plan.parallelism
+    if split.replicas == 1:
+        return ""
+    return (
+        f" The {plan.num_nodes} machines are {split.replicas} groups of {split.machines_of_server}, each a server by "
+        "itself, with a HEAD of its own; any HTTP load balancer before them spreads the requests."
+    )
+
+
+def _stages_of_machines(plan: Plan, environment: list[str]) -> list[str]:
+    """Return the commands of the machines of one server whose layers they share: Ray, then vLLM on the first."""
+    machines = plan.parallelism.machines_of_server
+    others = "the other machine" if machines == 2 else f"each of the other {machines - 1} machines"
+    gpus = plan.num_gpus // plan.parallelism.replicas
+    return [
+        *comment_lines("Every machine has Ray (pip install ray), which starts vLLM's workers on the others; "
+                  f"Ray's port {RAY_PORT} and the ports that Ray, NCCL and vLLM choose are open between them."
+                  f"{_groups(plan)}"),
+        "",
+        *comment_lines("On the first machine; HEAD is its address:"),
+        *environment,
+        "export VLLM_HOST_IP=HEAD",
+        f"ray start --head --node-ip-address=HEAD --port={RAY_PORT}",
+        "",
+        *comment_lines(f"On {others}; ADDRESS is its own address:"),
+        *environment,
+        "export VLLM_HOST_IP=ADDRESS",
+        f"ray start --address=HEAD:{RAY_PORT} --node-ip-address=ADDRESS",
+        "",
+        *comment_lines(f"Then on the first machine, once `ray status` shows {gpus} GPUs:"),
+        *_command(plan, host=_asked_host(plan, "HEAD")),
+    ]  # fmt: skip
+
+
 def _copies_of_machines(plan: Plan, environment: list[str]) -> list[str]:
     """Return the commands of the machines of one server: the first answers, the others have no address."""
     split = plan.parallelism
-    machines, servers = split.machines_of_copies, split.replicas
+    machines = split.machines_of_copies
     each = split.data_parallel_size // machines
-    group = "" if servers == 1 else (
-        f" The {plan.num_nodes} machines are {servers} groups of {machines}, each a server by itself, with a HEAD of "
-        "its own; any HTTP load balancer before them spreads the requests."
-    )  # fmt: skip
     lines = comment_lines(
         f"No Ray: each machine starts its own copies. Between the machines port {COPIES_PORT} and the ports that "
-        f"NCCL and vLLM choose are open.{group}"
+        f"NCCL and vLLM choose are open.{_groups(plan)}"
     )
     lines += [
         "",

@@ -51,10 +51,11 @@ def allows_layout(
             ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
             ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
             not layout.disaggregated or not unsafe_flag(ctx, UNSAFE_FLAGS_APART),
-            piped in (1, nodes),
             # The copies of a server lie on several machines with whole experts only.
             machines == 1 or layout.expert_parallel,
             nodes == 1 or across in ("auto", across_nodes),
+            # A pipeline that is asked for is one server over all machines.
+            piped in (1, nodes) or across != "pipeline",
             # Servers for prompts and answers that are asked for are several.
             not ctx.request.one_server or piped == nodes or ctx.wish("disaggregation")[0] is Wish.ON,
         )

@@ -118,11 +118,13 @@ class PlanContext:
         return self.request.vllm_args
 
     def with_layout(self, choice: LayoutChoice | None) -> PlanContext:
-        """Return the context for the chosen layout; over several machines each may be divided between servers.
+        """Return the context for the chosen layout, of the machines that it uses; each may be divided between servers.
 
         Servers for prefill and decode are divided by the pass that plans them.
         """
         nodes = self.request.num_nodes
+        if choice is not None and choice.layout.devices_of_server > self.num_gpus:
+            nodes = choice.layout.num_devices // self.num_gpus
         whole = choice is not None and nodes > 1 and not choice.layout.disaggregated
         servers = max(1, choice.layout.replicas // nodes) if choice is not None and whole else 1
         workload = self.workload
@@ -130,7 +132,7 @@ class PlanContext:
             workload = dataclasses.replace(workload, batch_size=requests_of_engine(self.clients, choice.layout))
         return dataclasses.replace(
             self, layout_choice=choice, num_gpus=self.num_gpus // servers, num_servers=self.num_servers * servers,
-            workload=workload,
+            workload=workload, request=dataclasses.replace(self.request, num_nodes=nodes),
         )  # fmt: skip
 
     def with_decision(self, decision: Decision) -> PlanContext:

@@ -44,6 +44,11 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
         warnings += request.software.kernel_speeds.warnings
     else:
         warnings.append("the model has no experts: only the passes that do not need any can help")
+    if idle := request.num_nodes - context.request.num_nodes:
+        warnings.append(
+            f"{idle} of {request.num_nodes} machines stay{'s' * (idle == 1)} unused: no layout over all of them is "
+            "predicted to be better"
+        )
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")

@@ -67,7 +67,7 @@ def make_plan(request: PlanRequest) -> Plan:
         engine=request.engine,
         vllm_version=request.software.vllm.version if request.software.vllm else None,
         num_gpus=used_gpus(context),
-        num_nodes=request.num_nodes,
+        num_nodes=context.request.num_nodes,
         decisions=decisions,
         memory=memory,
         serve_args=serve_args,

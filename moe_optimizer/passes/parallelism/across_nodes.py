@@ -79,17 +79,18 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
             f"one pipeline over {nodes} machines: data parallel copies ({copies}) are not planned together with it",
             hint="leave data parallelism out, or ask for whole experts too (--enable-expert-parallel)",
         )
-    if nodes > ctx.model.num_layers:
+    stages = nodes if ctx.layout is None else ctx.layout.pipeline_parallel_size
+    if stages > ctx.model.num_layers:
         raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
     why = f"as {origin} asks"
     if not holds:
         why = "one machine does not hold the model"
     elif needs_room:
         why = "one machine holds the model, and has no room for all of its clients beside it"
-    larger = f"TP={split.tensor_parallel_size * nodes}"
+    larger = f"TP={split.tensor_parallel_size * stages}"
     return AcrossNodes(
-        split=dataclasses.replace(split, pipeline_parallel_size=nodes),
-        reason=f"{why}: its layers are divided over {nodes} machines, and only activations travel between them",
+        split=dataclasses.replace(split, pipeline_parallel_size=stages, replicas=nodes // stages),
+        reason=f"{why}: its layers are divided over {stages} machines, and only activations travel between them",
         rejected={larger: "every layer would wait for the network between the machines"},
         warnings=(_ONE_HOST,),
     )

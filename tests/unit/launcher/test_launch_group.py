@@ -270,10 +270,15 @@ def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.Monk
     router.check_group_can_run(made_plan(tiny_moe(), cpu_machine()), {"VLLM_API_KEY": "k"})
 
 
-@pytest.mark.parametrize("layout", ["tp8p1d1", "tp4x4", "tp1dp16ep"])
-def test_what_one_command_does_not_start_on_a_machine_is_refused_with_what_does(tmp_path: Path, layout: str) -> None:
-    plan = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16, layout=layout)
-    with pytest.raises(UnsupportedError, match="2 machines") as caught:
+@pytest.mark.parametrize(("layout", "nodes"), [("tp8p1d1", 2), ("tp4x4", 2), ("tp1dp16ep", 2), ("tp4pp2x2", 4)])
+def test_what_one_command_does_not_start_on_a_machine_is_refused_with_what_does(
+    tmp_path: Path, layout: str, nodes: int
+) -> None:
+    machine = gpus("h100_sxm", 4 if "pp" in layout else 8)
+    plan = made_plan(
+        qwen3_30b_a3b(), machine, num_nodes=nodes, num_gpus=nodes * machine.num_gpus, clients=100_000, layout=layout
+    )
+    with pytest.raises(UnsupportedError, match=f"{nodes} machines") as caught:
         deployment.Deployment(plan, RunFolder(tmp_path)).check()
     assert "--render ray" in (caught.value.hint or "")
 

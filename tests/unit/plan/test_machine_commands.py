@@ -73,6 +73,17 @@ def test_several_servers_of_several_machines_are_groups_of_them():
     assert (workers["spec"]["replicas"], workers["spec"]["leaderWorkerTemplate"]["size"]) == (2, 4)
 
 
+def test_pipelines_of_a_part_of_the_machines_are_groups_of_them_each_with_ray_of_its_own():
+    made = plan("pipeline", num_nodes=4, num_gpus=32, layout="tp8pp2x2")
+    assert (made.parallelism.machines_of_server, made.parallelism.replicas, made.num_gpus) == (2, 2, 32)
+    text = render_machines(made)
+    assert "The 4 machines are 2 groups of 2" in " ".join(text.replace("#", "").split())
+    assert "`ray status` shows 16 GPUs" in text
+    assert "On the other machine" in text
+    *_, workers = yaml.safe_load_all(render_lws(made))
+    assert (workers["spec"]["replicas"], workers["spec"]["leaderWorkerTemplate"]["size"]) == (2, 2)
+
+
 def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
     lines = [line for line in render_machines(plan("pipeline")).splitlines() if not line.startswith("#")]
     text = "\n".join(lines)

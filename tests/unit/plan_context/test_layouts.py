@@ -292,6 +292,23 @@ def test_two_machines_are_never_predicted_less_than_one(clients):
     assert two.estimate.tokens_per_s >= 0.985 * one.estimate.tokens_per_s
 
 
+def test_a_machine_stays_unused_where_two_for_each_server_are_better_than_all_for_one(kimi_k2):
+    asked = {"clients": 4096, "goal": "throughput"}
+    six, seven = (made_plan(kimi_k2, gpus("h200", 8), num_nodes=count, num_gpus=8 * count, **asked) for count in (6, 7))
+    assert choice_of(seven).chosen == choice_of(six).chosen
+    assert (seven.num_nodes, seven.num_gpus) == (6, 48)
+    assert seven.serve_args == six.serve_args
+    assert [each for each in seven.warnings if "1 of 7 machines stays unused" in each]
+    assert not [each for each in six.warnings if "unused" in each]
+
+
+def test_pipelines_of_a_part_of_the_machines_are_several_servers(kimi_k2):
+    plan = made_plan(kimi_k2, gpus("h200", 8), num_nodes=4, num_gpus=32, clients=256, layout="tp8eppp2x2")
+    split = plan.parallelism
+    assert (split.pipeline_parallel_size, split.replicas, plan.num_nodes, plan.num_gpus) == (2, 2, 4, 32)
+    assert plan.serve_args.value("--pipeline-parallel-size") == "2"
+
+
 def test_without_replicas_each_of_two_machines_has_one_server():
     plan = planned(num_nodes=2, num_gpus=16, clients=1024, wishes=resolve_wishes([], ["replicas"]))
     assert plan.parallelism.replicas == 2
