@@ -159,7 +159,7 @@ def _bracketed(found: list[Case]) -> list[str]:
 
 def _told(found: list[Case]) -> list[str]:
     """Return what the errors are of loads that another load of their host told of."""
-    if not (told := [case for case in found if case.told]):
+    if not (told := [case for case in found if case.told_by]):
         return []
     plain = [predicted(case.load) for case in told]
     errors, constant = _errors(told), _errors(plain)
@@ -167,8 +167,11 @@ def _told(found: list[Case]) -> list[str]:
     return [
         f"{tellers} loads in italics waited for their one API server, and told what it takes for a token on their "
         "host: the median gap between two tokens of a request over the clients. `moe-optimizer bench` keeps that for "
-        f"later plans of a machine. {len(told)} other loads of those records are predicted with it, and judged: "
-        f"{_in_words(errors)}. With the constant of the model they were off by {_in_words(constant)}.",
+        "later plans of a machine where the process was busy for most of a core; records that lack the share tell it "
+        "where the start was held up and 512 clients took longer than their step as modelled. "
+        f"{len(told)} other loads of those hosts are predicted with it, and judged: {_in_words(errors)}. With the "
+        f"constant of the model they were off by {_in_words(constant)}. Those in italics with the constant by "
+        f"{_in_words(_errors([case for case in found if case.tells]))}.",
         "",
     ]
 

@@ -23,6 +23,7 @@ from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
+from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US  # noqa: E402
 from moe_optimizer.layouts.question import LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
@@ -64,6 +65,8 @@ _CLIENTS_OF_FRONT_END = 512
 """The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs. Where a
 record says how busy the API server was, any load tells what it took.
 """
+_AS_THE_CONSTANT = 0.05
+"""Chosen: what differs less from FRONT_END_TOKEN_US tells nothing."""
 SAME_HOST = {"2026-11-28_h200_x2_layouts_front_end": "2026-11-28_h200_front_end_one"}
 """Record -> the one that was measured before on the same host, and tells what its API servers take."""
 ONE_ROUTE = ("deepseek_v2",)
@@ -133,8 +136,8 @@ class Case:
     """Whether it told what an API server of its host takes for a token, which other loads of the record are predicted
     with.
     """
-    told: bool = False
-    """Whether another load told that of its host, as `moe-optimizer bench` keeps it for later plans of a machine."""
+    told_by: str = ""
+    """The record whose loads told that of its host, as `moe-optimizer bench` keeps it for later plans of a machine."""
 
     @property
     def fitted(self) -> bool:
@@ -144,7 +147,7 @@ class Case:
     @property
     def in_brackets(self) -> bool:
         """Whether something held it up that no other load of its host tells."""
-        return self.load.held_up and not self.told and not self.fitted
+        return self.load.held_up and not self.told_by and not self.fitted
 
     @property
     def judged(self) -> bool:
@@ -203,13 +206,19 @@ def cases() -> Iterator[Case]:
     """Yield every load of the served records, each with its prediction."""
     loads = [*served_loads(), *TRIAL]
     telling = _telling(loads)
+    found: list[Case] = []
     for load in loads:
-        others = [each for each in telling.get(SAME_HOST.get(load.record, load.record), ()) if each is not load]
-        if load in telling.get(load.record, ()):
-            yield dataclasses.replace(predicted(load), tells=True)
-        else:
-            case = predicted(load, front_end=FrontEnd(times=tuple(map(front_end_time, others))))
-            yield dataclasses.replace(case, told=case.prediction.front_end_us.source is Source.MEASURED)
+        host = SAME_HOST.get(load.record, load.record)
+        tellers = telling.get(host, [])
+        times = sorted(map(front_end_time, tellers), key=lambda each: each.clients)
+        case = predicted(load, front_end=FrontEnd(times=() if load in tellers else tuple(times)))
+        us = case.prediction.front_end_us
+        told = us.source is Source.MEASURED and abs(us.value / FRONT_END_TOKEN_US - 1) > _AS_THE_CONSTANT
+        found.append(dataclasses.replace(case, told_by=host if told else ""))
+    used = {case.told_by for case in found}
+    for case in found:
+        record = case.load.record
+        yield dataclasses.replace(case, tells=record in used and case.load in telling.get(record, ()))
 
 
 def _telling(loads: list[Load]) -> dict[str, list[Load]]:

@@ -16,8 +16,8 @@ _EQUAL = 0.01
 """Chosen: the step model is wrong by more."""
 _COPIES = 0.05
 """Chosen, about the model's error: what copies must bring more than layouts without. Each copy reads its prompts alone,
-so first tokens take several times as long as with slices, and loads of copies were predicted with up to 18 % too many
-tokens a second."""
+so first tokens come up to seven times as late as with slices, and loads of copies were predicted with up to 18 % too
+many tokens a second."""
 _FAR = 0.1
 """Chosen: the same for latency of copies over several machines, of which nothing was measured and AIConfigurator has
 twice the time per output token that the model has."""

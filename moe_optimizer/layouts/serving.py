@@ -54,7 +54,7 @@ class Prediction:
     front_end_share: float
     """Of a step of decoding, that each of them is busy; 1: the step is as long as they take."""
     front_end_us: Quantity
-    """What each of them takes for a token."""
+    """What one takes for a token that answers all requests of an engine."""
     parts: dict[str, Quantity]
     """The time of a step of decoding by parts, in us; what its tokens wait for the API server is one."""
 
@@ -135,7 +135,7 @@ def predict(
         reading_share=times.reading_share,
         api_servers=api_servers,
         front_end_share=times.front_end_share,
-        front_end_us=loop.token_us(front_ends),
+        front_end_us=loop.token_us(1),
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
 
@@ -230,8 +230,9 @@ class _Loop:
 
     def token_us(self, front_ends: float) -> Quantity:
         """Return what a process takes for a token where so many of an engine send them out."""
-        found = self._question.front_end.of_clients(self._decoding_at_once / front_ends)
-        return found or Quantity(fitted.FRONT_END_TOKEN_US, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
+        clients, constant = self._decoding_at_once / front_ends, fitted.FRONT_END_TOKEN_US
+        found = self._question.front_end.of_clients(clients, unknown_us=constant)
+        return found or Quantity(constant, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""

@@ -73,7 +73,9 @@ class LayoutChoice:
     parts_us: Mapping[str, Quantity] = field(default_factory=dict)
     """The parts of a decode step of the chosen layout."""
     front_end_us: Quantity | None = None
-    """What each API server of the chosen layout takes for a token; None in plans of earlier versions."""
+    """What an API server takes for a token that answers all requests of an engine of the chosen layout; None in plans
+    of earlier versions.
+    """
     other: OtherEstimate | None = None
 
     @property

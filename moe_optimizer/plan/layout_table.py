@@ -42,7 +42,8 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     best = choice.estimate
     servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
     busy = f"front end: {servers} busy {best.front_end_share:.0%} of a decode step"
-    yield from _wrapped(f"{busy}{_of_this_machine(choice.front_end_us)}", width)
+    alone = best.api_servers <= choice.layout.data_parallel_size
+    yield from _wrapped(f"{busy}{_of_this_machine(choice.front_end_us, alone=alone)}", width)
     weights = bytes_in_words(best.weight_bytes)
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
 
@@ -71,10 +72,12 @@ def _planned(choice: LayoutChoice) -> str:
     return "; ".join(["planned", *notes])
 
 
-def _of_this_machine(front_end_us: Quantity | None) -> str:
+def _of_this_machine(front_end_us: Quantity | None, *, alone: bool) -> str:
+    """Return what was found of this machine's API servers; "": nothing was, or it is another machine."""
     if front_end_us is None or front_end_us.source is not Source.MEASURED:
         return ""
-    return f", at {front_end_us.value:.0f} us a token ({front_end_us.ref})"
+    told = f"{front_end_us.value:.0f} us a token ({front_end_us.ref})"
+    return f", at {told}" if alone else f"; one for all would take {told}"
 
 
 def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:

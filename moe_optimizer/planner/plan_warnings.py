@@ -44,11 +44,7 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
         warnings += request.software.kernel_speeds.warnings
     else:
         warnings.append("the model has no experts: only the passes that do not need any can help")
-    if idle := request.num_nodes - context.request.num_nodes:
-        warnings.append(
-            f"{idle} of {request.num_nodes} machines stay{'s' * (idle == 1)} unused: no layout over all of them is "
-            "predicted to be better"
-        )
+    warnings += _unused_machines(request, context)
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
@@ -74,3 +70,10 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     warnings += layers_left_do_not_fit(context, memory)
     warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
     return tuple(dict.fromkeys(warnings))
+
+
+def _unused_machines(request: PlanRequest, context: PlanContext) -> list[str]:
+    idle, there = request.num_nodes - context.request.num_nodes, request.num_nodes
+    stay = "stays" if idle == 1 else "stay"
+    why = "no layout over all of them is predicted to be better"
+    return [f"{idle} of {there} machines {stay} unused: {why}"] if idle else []

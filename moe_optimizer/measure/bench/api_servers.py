@@ -12,10 +12,11 @@ from moe_optimizer.measure.bench.samples import RoundSamples
 BUSY = 0.6
 """Chosen: the share of a core from which a user is told. A process that everything waits for is not busy all the time,
 as GPUs and clients wait in turns: those that slices of a DeepSeek-like shape waited for were for 65 to 88 %."""
-SATURATED = 0.9
-"""Chosen: the share of a core from which its tokens count as waiting for the process. One that held up servers with
-short steps was busy for 95 to 99 % (benchmarks/records/2026-11-28_h200_front_end.json); those that kept up for 52 %
-at most."""
+SATURATED = 0.8
+"""Chosen: the share of a core from which tokens count as waiting for the process; what it took for one is a quarter too
+much at most then. Those that held up servers with 512 clients at once were busy for 84 to 103 %
+(benchmarks/records/2026-11-28_h200_front_end_one.json, 2026-11-28_h200_x2_layouts_front_end.json), those that kept up
+for 67 % at most."""
 _TITLE = "::APIServer_"
 """In the names that vLLM gives its API servers where it starts several."""
 _RUST = "--listen-fd"

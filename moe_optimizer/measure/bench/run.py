@@ -29,6 +29,7 @@ from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts, Star
 from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
 
@@ -91,13 +92,16 @@ def _keep_front_end(side: Side, result: SideResult) -> None:
     plan = side.plan
     if plan is None or not plan.num_gpus or plan.engine != "vllm" or plan.vllm_version is None:
         return
+    if plan.decision("disaggregation").status is Status.ON:  # a request passes two API servers, which have unlike parts
+        return
     found = f"`bench`, {datetime.now(UTC):%Y-%m-%d}"
     times = [(each, each.front_end_time(found)) for each in result.loads]
-    keep_front_end(
-        [time for load, time in times if time is not None and load.front_end_saturated],
-        [time for load, time in times if time is not None and not load.front_end_saturated],
-        vllm=plan.vllm_version,
-    )
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs no result
+        keep_front_end(
+            [time for load, time in times if time is not None and load.front_end_saturated],
+            [time for load, time in times if time is not None and not load.front_end_saturated],
+            vllm=plan.vllm_version,
+        )
 
 
 def measure_sides(request: BenchRequest, *, on_step: OnStep, handling: Handling | None = None) -> list[MeasuredSide]:

@@ -28,12 +28,13 @@ def test_what_is_kept_is_read_back_and_the_newest_of_a_load_counts(tmp_path: Pat
     assert read_front_end(VLLM, tmp_path).times == (time_of(128, 40.0), time_of(512, 62.0))
 
 
-def test_a_load_that_an_api_server_kept_up_with_ends_what_was_known_above_it_of_as_many_clients_or_fewer(
+def test_a_load_that_an_api_server_kept_up_with_lowers_what_was_known_above_it_of_as_many_clients_or_fewer(
     tmp_path: Path,
 ):
-    keep(tmp_path, measured=(time_of(128, 70.0), time_of(512, 88.0), time_of(1024, 90.0)))
+    keep(tmp_path, measured=(time_of(128, 70.0), time_of(256, 85.0), time_of(512, 88.0), time_of(1024, 90.0)))
     keep(tmp_path, at_most=(time_of(512, 80.0),))
-    assert read_front_end(VLLM, tmp_path).times == (time_of(128, 70.0), time_of(1024, 90.0))
+    found = [(each.clients, each.us_per_token) for each in read_front_end(VLLM, tmp_path).times]
+    assert found == [(128, 70.0), (256, 80.0), (512, 80.0), (1024, 90.0)]
 
 
 def test_nothing_is_written_where_nothing_is_new(tmp_path: Path):
@@ -52,6 +53,10 @@ def test_another_version_of_vllm_knows_nothing_of_it(tmp_path: Path):
         {"cpu": "another"},
         {"times": [{"clients": 512, "us_per_token": 0.0, "found": ""}]},
         {"times": [{"clients": 512, "us_per_token": "62", "found": ""}]},
+        {"times": [{"clients": 512, "us_per_token": float("inf"), "found": ""}]},
+        {"times": [{"clients": 512, "us_per_token": 1e300, "found": ""}]},
+        {"times": [{"clients": 512, "us_per_token": 62.0, "found": "\x1b[31m"}]},
+        {"cores": 1000},
         {"schema_version": 2},
     ],
 )

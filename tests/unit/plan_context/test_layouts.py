@@ -385,6 +385,7 @@ def test_what_bench_found_of_this_machines_api_servers_counts_is_shown_and_is_of
     assert api_servers(plans[0]) == api_servers(plans[2])
     assert shown[0] == shown[2]
     assert (api_servers(plans[1]) or 1) > (api_servers(plans[0]) or 1)
+    assert "; one for all would take 88 us a token (`bench`, 2026-11-28, 128 clients)" in " ".join(shown[1].split())
     one = made_plan(
         qwen3_30b_a3b(), here, clients=128, layout="tp8", software=slow, vllm_args=("--api-server-count", "1")
     )

@@ -53,7 +53,7 @@ def test_the_page_on_layouts_states_these_errors_and_those_with_what_is_left_out
 
 
 def test_loads_of_a_host_are_nearer_with_what_another_load_told_of_its_api_server(cases):
-    told = [case for case in cases if case.told]
+    told = [case for case in cases if case.told_by]
     plain = [predicted_loads.predicted(case.load) for case in told]
     assert len(told) >= 7
     assert all(case.judged for case in told)

@@ -214,9 +214,9 @@ def test_a_gap_with_two_tokens_at_its_end_tells_nothing() -> None:
 
 
 def test_what_saturated_api_servers_take_is_shown() -> None:
-    side = side_with(use(0.8), use(0.95))
+    side = side_with(use(0.7), use(0.95))
     time = side.loads[1].front_end_time("")
     assert time is not None
     told = " ".join(render(bench_result(sides=(side,), verdicts=())).split())
     assert f"takes for each {time.us_per_token:.0f} us of 16 clients" in told
-    assert "takes for each" not in render(bench_result(sides=(side_with(use(0.8), use(0.8)),), verdicts=()))
+    assert "takes for each" not in render(bench_result(sides=(side_with(use(0.7), use(0.7)),), verdicts=()))

@@ -106,7 +106,7 @@ def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchR
 
 
 @pytest.mark.parametrize(
-    ("hardware", "busy", "known"), [("gpu", 0.95, True), ("gpu", 0.8, False), ("cpu", 0.95, False)]
+    ("hardware", "busy", "known"), [("gpu", 0.85, True), ("gpu", 0.75, False), ("cpu", 0.95, False)]
 )
 def test_what_a_saturated_api_server_takes_for_a_token_is_kept_for_plans_of_gpus(
     hardware: str, busy: float, known: bool, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
