@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_optimizer.layouts.candidates import candidates
 from moe_optimizer.layouts.question import LayoutQuestion
-from moe_optimizer.layouts.serving import Prediction, memory_of, predict
+from moe_optimizer.layouts.serving import Prediction, api_servers_at_most, memory_of, predict
+from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.layout import Layout
 
 _EQUAL = 0.01
@@ -86,7 +87,7 @@ def rank(
         for layout in layouts:
             memory = memory_of(question, layout)
             if memory.fits:
-                fitting.append(predict(question, layout, memory))
+                fitting.append(_within_if_possible(question, layout, memory, limits))
             else:
                 too_large.append(layout)
 
@@ -106,6 +107,17 @@ def rank(
         beyond=tuple(sorted(ordered(beyond, goal), key=limits.excess)),
         do_not_fit=tuple(too_large),
     )
+
+
+def _within_if_possible(question: LayoutQuestion, layout: Layout, memory: MemoryPlan, limits: Limits) -> Prediction:
+    """Return what a layout does, with the fewest API servers with which it keeps the limits, if it may have more."""
+    by_rule = predict(question, layout, memory)
+    if limits.why_not(by_rule):
+        for count in range(by_rule.api_servers + 1, api_servers_at_most(question, layout) + 1):
+            more = predict(replace(question, api_servers=count), layout, memory)
+            if not limits.why_not(more):
+                return more
+    return by_rule
 
 
 def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:

@@ -92,6 +92,16 @@ def _memory_request(question: LayoutQuestion, layout: Layout) -> MemoryRequest:
     return replace(request, max_num_batched_tokens=size.tokens)
 
 
+def api_servers_at_most(question: LayoutQuestion, layout: Layout) -> int:
+    """Return the most API servers that a plan gives a server of a layout, whose number nobody has said.
+
+    A server over several machines keeps vLLM's number, because vLLM refuses the argument on machines that only compute;
+    so does a server on one GPU, where more were not measured.
+    """
+    may_differ = question.api_servers is None and 1 < layout.devices_of_server <= question.gpus_per_machine
+    return max(layout.data_parallel_size, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
+
+
 def predict(
     question: LayoutQuestion, layout: Layout, memory: MemoryPlan, *, request: MemoryRequest | None = None
 ) -> Prediction:
@@ -218,15 +228,13 @@ class _Loop:
         """Return how many API servers each server has where nobody sets the number.
 
         vLLM starts one for each copy. Where a plan may start more, it is the fewest that are busy for at most
-        `FRONT_END_BUSY` of a decode step. A server over several machines keeps vLLM's number, because vLLM refuses the
-        argument on machines that only compute; so does a server on one GPU, where more were not measured.
+        `FRONT_END_BUSY` of a decode step.
         """
         layout, question = self.model.layout, self._question
-        copies, may_differ = layout.data_parallel_size, 1 < layout.devices_of_server <= question.gpus_per_machine
+        copies = layout.data_parallel_size
         sending_us = question.processes * self.token_us(1).value * self._decoding_at_once * copies
         enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
-        most = max(copies, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
-        return min(max(copies, enough), most)
+        return min(max(copies, enough), api_servers_at_most(question, layout))
 
     def token_us(self, front_ends: float) -> Quantity:
         """Return what a process takes for a token where so many of an engine send them out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.layouts.constants import FRONT_END_BUSY
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import FlashDmoeParams, SchedulerParams
@@ -56,7 +57,7 @@ class Scheduler(OptimizationPass):
             ctx,
             Status.ON,
             f"{sequences} requests, {tokens} tokens a step",
-            f"{sequences} requests {why}; {reason}; performance mode {mode}{_front_end(api_servers)}",
+            f"{sequences} requests {why}; {reason}; performance mode {mode}{_front_end(ctx, api_servers)}",
             Applier.FLAGS,
             evidence=_floor(ctx, sequences, tokens),
             rejected=rejected,
@@ -66,9 +67,15 @@ class Scheduler(OptimizationPass):
         )
 
 
-def _front_end(api_servers: int) -> str:
+def _front_end(ctx: PlanContext, api_servers: int) -> str:
+    if not api_servers or ctx.layout_choice is None:
+        return ""
+    choice = ctx.layout_choice
+    own_share = choice.estimate.front_end_share * api_servers / choice.layout.data_parallel_size
     why = "vLLM's own number would be busy for more than half of a decode step"
-    return f"; {api_servers} API servers, because {why}" if api_servers else ""
+    if own_share <= FRONT_END_BUSY:
+        why = "with vLLM's own number the limits are not kept"
+    return f"; {api_servers} API servers, because {why}"
 
 
 def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:

@@ -393,6 +393,19 @@ def test_what_bench_found_of_this_machines_api_servers_counts_is_shown_and_is_of
     assert "of a decode step, at 88 us a token (`bench`, 2026-11-28, 128 clients)" in said
 
 
+def test_limits_that_more_api_servers_keep_are_kept_by_as_few_more_as_do():
+    alone = planned(clients=64, layout="tp8")
+    limit = 0.9 * choice_of(alone).estimate.ttft_ms
+    plan = planned(clients=64, layout="tp8", ttft_ms=limit)
+    assert api_servers(alone) is None
+    assert choice_of(plan).estimate.ttft_ms <= limit
+    assert api_servers(plan) == choice_of(plan).estimate.api_servers == 2
+    assert "2 API servers, because with vLLM's own number the limits are not kept" in plan.decision("scheduler").reason
+    one = planned(clients=64, layout="tp8", ttft_ms=limit, vllm_args=("--api-server-count", "1"))
+    assert choice_of(one).estimate.ttft_ms > limit
+    assert "more than half of a decode step" in planned(clients=512, layout="tp8").decision("scheduler").reason
+
+
 ONE_API_SERVER = dataclasses.replace(software(), one_api_server="VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 
 
