@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.layout import Layout
+
+_FEW_MACHINES = 8
+"""Chosen: of so many each number is tried."""
 
 
 def candidates(question: LayoutQuestion) -> Iterator[Layout]:
@@ -27,6 +31,23 @@ def candidates(question: LayoutQuestion) -> Iterator[Layout]:
                     continue
                 for stages in _stage_counts(question, stage, data):
                     yield from _of_shape(question, tensor, data, stages, expert=expert)
+
+
+def fewer_servers(question: LayoutQuestion, layout: Layout) -> Iterator[Layout]:
+    """Yield a layout with fewer servers, the most first, which leave GPUs of the only machine unused, or machines.
+
+    So many may keep limits that more do not: with fewer of them more clients wait for room, and those that run have
+    their tokens sooner. Of more than `_FEW_MACHINES` the number that is left out doubles each time.
+    """
+    machines, servers = question.num_machines, layout.replicas
+    if layout.disaggregated:
+        return
+    each, units = (1, servers) if machines == 1 or servers < machines else (servers // machines, machines)
+    step = 1
+    while units > step:
+        units -= step
+        step *= 1 if machines <= _FEW_MACHINES else 2
+        yield replace(layout, replicas=units * each)
 
 
 def why_not_shape(question: LayoutQuestion, tensor: int, data: int, *, expert: bool) -> str:

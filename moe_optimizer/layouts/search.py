@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_optimizer.layouts.candidates import candidates
+from moe_optimizer.layouts.candidates import candidates, fewer_servers
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.serving import Prediction, api_servers_at_most, memory_of, predict
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -86,10 +86,13 @@ def rank(
     def look_at(layouts: Sequence[Layout]) -> None:
         for layout in layouts:
             memory = memory_of(question, layout)
-            if memory.fits:
-                fitting.append(_within_if_possible(question, layout, memory, limits))
-            else:
+            if not memory.fits:
                 too_large.append(layout)
+                continue
+            fitting.append(_within_if_possible(question, layout, memory, limits))
+            if limits.why_not(fitting[-1]):
+                fewer = filter(allowed, fewer_servers(question, layout))
+                fitting.extend(_first_within(question, fewer, limits))
 
     in_machine: list[Layout] = []
     over_machines: list[Layout] = []
@@ -118,6 +121,16 @@ def _within_if_possible(question: LayoutQuestion, layout: Layout, memory: Memory
             if not limits.why_not(more):
                 return more
     return by_rule
+
+
+def _first_within(question: LayoutQuestion, layouts: Iterable[Layout], limits: Limits) -> Iterator[Prediction]:
+    """Yield what the first of some layouts does that keeps the limits, if one does."""
+    for layout in layouts:
+        memory = memory_of(question, layout)
+        found = _within_if_possible(question, layout, memory, limits) if memory.fits else None
+        if found is not None and not limits.why_not(found):
+            yield found
+            return
 
 
 def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:

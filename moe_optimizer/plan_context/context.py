@@ -125,6 +125,8 @@ class PlanContext:
         nodes = self.request.num_nodes
         if choice is not None and choice.layout.devices_of_server > self.num_gpus:
             nodes = choice.layout.num_devices // self.num_gpus
+        elif choice is not None and not choice.layout.disaggregated:
+            nodes = next(count for count in range(nodes, 0, -1) if choice.layout.replicas % count == 0)
         whole = choice is not None and nodes > 1 and not choice.layout.disaggregated
         servers = max(1, choice.layout.replicas // nodes) if choice is not None and whole else 1
         workload = self.workload

@@ -118,7 +118,9 @@ def forward(layer: Any, tokens: int, *, seed: int = 3, x: Any = None) -> tuple[A
 
 
 def assert_close(pair: tuple[Any, Any]) -> None:
-    torch.testing.assert_close(*pair, atol=0.03, rtol=0.03)
+    """Check a layer's output: in BF16 it is off by 0.002 of its size, with weights in another order by about 1."""
+    got, want = (each.float() for each in pair)
+    assert float((got - want).norm() / want.norm()) < 0.01
 
 
 def assert_as_stored(layer: Any) -> None:

@@ -28,7 +28,10 @@ MOST = 4
 
 @pytest.fixture(autouse=True)
 def _layers_can_be_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers are whole, those in BF16 are multiplied as on GPUs, and those with scales of blocks have a kernel."""
+    """Layers are whole, those in BF16 are multiplied as on GPUs, and those with scales of blocks have a kernel.
+
+    With AMX vLLM packs weights with a scale of the tensor for a kernel of its own, which no GPU has.
+    """
     from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
@@ -53,6 +56,7 @@ def _layers_can_be_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return BlockKernelOfPlainTorch(FP8ScaledMMLinearLayerConfig(**arguments))
 
     without_ranks(monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(linear, "dispatch_unquantized_gemm", lambda *_: default_unquantized_gemm)
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", init)
     monkeypatch.setattr(fp8, "per_block_cast_to_fp8", inspect.unwrap(fp8.per_block_cast_to_fp8))  # not compiled
