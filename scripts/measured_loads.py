@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_optimizer.layouts.constants import CAPTURED_TOKENS
 from moe_optimizer.layouts.question import STEP_TOKENS
+from moe_optimizer.measure.bench.result import IN_PAIRS
 from moe_optimizer.plan.serve_args import ServeArguments
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
@@ -25,8 +26,6 @@ _SAME = {"stock vLLM": "stock", "conservative": "stock", "balanced": "flash_dmoe
 """Names of sides whose records do not name their passes."""
 _DECIDING = ("four_bit", "fp8", "flash_dmoe", "kv_cache")
 _TRIAL = "an independent trial"
-_PAIRED = 1.2
-"""Chosen, between the 1.39 of one start and the 1.10 that others reach, which have one client."""
 _SHARED = (
     "2026-11-27_h100_x2_layouts_mixtral_tp2ep",
     "2026-11-27_h100_x2_layouts_tp2",
@@ -94,7 +93,7 @@ class Load:
     held_up: bool = False
     """Whether what sends or reads tokens was held up. Tokens came in pairs under some load of the same start of
     bench_layouts.py, of this server or of one that was up beside it: there was no time for each step. The median gap
-    between tokens is then longer than the median time of one, by `_PAIRED`. Or others had the host too (`_SHARED`).
+    between tokens is then longer than the median time of one, by `IN_PAIRS`. Or others had the host too (`_SHARED`).
     """
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
@@ -259,7 +258,7 @@ def _loads_of_start(words: str, layouts: Any) -> Iterator[Any]:
 
 
 def _in_pairs(load: Any) -> bool:
-    return "itl_ms" in load and load["itl_ms"]["median"] > _PAIRED * load["tpot_ms"]["median"]
+    return "itl_ms" in load and load["itl_ms"]["median"] > IN_PAIRS * load["tpot_ms"]["median"]
 
 
 def _mean_of(starts: list[Any]) -> dict[str, Any]:

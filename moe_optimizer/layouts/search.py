@@ -143,8 +143,8 @@ def ordered(predictions: Sequence[Prediction], goal: Goal) -> list[Prediction]:
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
     Differences of one hundredth from the best are none: then slices go before whole experts, those before copies, and
     fewer GPUs in a server before more. Copies count as `_COPIES` worse than predicted, for latency over several
-    machines as `_FAR`. Prefill and decode apart come last: they need a
-    connector between the servers, which nothing else does.
+    machines as `_FAR`. Prefill and decode apart come last: they need a connector between the servers, which nothing
+    else does.
     """
     found: list[Prediction] = []
     for apart in (False, True):

@@ -100,9 +100,9 @@ def _held_up(side: SideResult) -> Iterable[str]:
 def _saturated(side: SideResult) -> Iterable[str]:
     """Yield what was learned of the machine: what an API server takes for a token."""
     times = [load.front_end_time("") for load in side.loads if load.front_end_saturated]
-    told = [f"{each.us_per_token:.0f} us of {each.clients} clients" for each in times if each is not None]
+    told = [f"{each.us_per_token:.0f} us with {each.clients} clients" for each in times if each is not None]
     if told:
-        words = f"tokens waited for the API server, which takes for each {', '.join(told)}"
+        words = f"tokens waited for the API server; for each it takes {', '.join(told)}"
         yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 

@@ -50,6 +50,7 @@ _NOT_SERVED = (
     "tokens gave other hidden states than the same step without it, and the server was refused"
 )
 """Of gpt-oss, whose layer alone is right. Weights near zero, with which it was served, hide such a difference."""
+_REFUSED = "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served.json"
 _AMX = "amx_tile"
 _CALIBRATE_HINT = "`moe-optimizer serve` without `--calibrate 0`, or `moe-optimizer measure speeds`, measures it"
 
@@ -179,6 +180,7 @@ class FlashDmoe(OptimizationPass):
         )
         if not faster and ctx.wish(self.name)[0] is not Wish.ON:
             why = _why_not_as_stored(four_bits, table, measured)
+            evidence += (_REFUSED,) * (four_bits == MXFP4)
             return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)
         return self.decision(
             ctx,

@@ -302,11 +302,26 @@ def test_a_machine_stays_unused_where_two_for_each_server_are_better_than_all_fo
     assert not [each for each in six.warnings if "unused" in each]
 
 
-def test_pipelines_of_a_part_of_the_machines_are_several_servers(kimi_k2):
-    plan = made_plan(kimi_k2, gpus("h200", 8), num_nodes=4, num_gpus=32, clients=256, layout="tp8eppp2x2")
+@pytest.mark.parametrize("nodes", [4, 5])
+def test_pipelines_of_a_part_of_the_machines_are_several_servers(kimi_k2, nodes):
+    asked = {"clients": 4096, "goal": "throughput"}
+    plan = made_plan(kimi_k2, gpus("h200", 8), num_nodes=nodes, num_gpus=8 * nodes, **asked)
     split = plan.parallelism
     assert (split.pipeline_parallel_size, split.replicas, plan.num_nodes, plan.num_gpus) == (2, 2, 4, 32)
     assert plan.serve_args.value("--pipeline-parallel-size") == "2"
+    assert bool([each for each in plan.warnings if "1 of 5 machines stays unused" in each]) is (nodes == 5)
+
+
+def test_limits_that_fewer_machines_keep_leave_one_unused():
+    three, four = (
+        choice_of(planned(count=1, num_nodes=count, num_gpus=count, clients=1500, layout=f"tp1x{count}")).estimate
+        for count in (3, 4)
+    )
+    limit = (three.tpot_ms + four.tpot_ms) / 2
+    plan = planned(count=1, num_nodes=4, num_gpus=4, clients=1500, tpot_ms=limit)
+    assert choice_of(plan).chosen == "tp1x3"
+    assert (plan.num_nodes, plan.num_gpus, plan.parallelism.replicas) == (3, 3, 3)
+    assert [each for each in plan.warnings if "1 of 4 machines stays unused" in each]
 
 
 def test_without_replicas_each_of_two_machines_has_one_server():

@@ -218,5 +218,5 @@ def test_what_saturated_api_servers_take_is_shown() -> None:
     time = side.loads[1].front_end_time("")
     assert time is not None
     told = " ".join(render(bench_result(sides=(side,), verdicts=())).split())
-    assert f"takes for each {time.us_per_token:.0f} us of 16 clients" in told
-    assert "takes for each" not in render(bench_result(sides=(side_with(use(0.7), use(0.7)),), verdicts=()))
+    assert f"for each it takes {time.us_per_token:.0f} us with 16 clients" in told
+    assert "for each it takes" not in render(bench_result(sides=(side_with(use(0.7), use(0.7)),), verdicts=()))

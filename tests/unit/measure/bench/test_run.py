@@ -28,6 +28,7 @@ from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.bench.workload import RequestKind, TokenRange, Workload
 from moe_optimizer.passes.registry import required_key, resolve_wishes
 from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan.plan import Plan
 from tests.builders import cpu_machine, gpus, made_plan, tiny_moe
 from tests.free_ports import free_port
 from tests.unit.measure.paper_server import paper_server
@@ -105,15 +106,11 @@ def test_where_nothing_compiles_every_round_counts(sender: Sender, asked: BenchR
     assert {each.metric: each.verdict for each in result.verdicts}["tpot_ms"] == "faster"
 
 
-@pytest.mark.parametrize(
-    ("hardware", "busy", "known"), [("gpu", 0.85, True), ("gpu", 0.75, False), ("cpu", 0.95, False)]
-)
-def test_what_a_saturated_api_server_takes_for_a_token_is_kept_for_plans_of_gpus(
-    hardware: str, busy: float, known: bool, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setenv("XDG_CACHE_HOME", str(asked.folder.parent / "cache"))
+def bench_beside_busy_api_servers(
+    plan: Plan, busy: float, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> BenchResult:
+    """Bench a plan whose API server is busy for a share of a core."""
     urls = {each.name: str(each.url) for each in asked.sides}
-    plan = made_plan(tiny_moe(), gpus("h100_sxm", 1) if hardware == "gpu" else cpu_machine())
 
     @contextlib.contextmanager
     def starting(side: Side, **how: Any) -> Iterator[Callable[[], RunningSide]]:
@@ -127,10 +124,41 @@ def test_what_a_saturated_api_server_takes_for_a_token_is_kept_for_plans_of_gpus
         return dataclasses.replace(samples, api_servers_s=((busy * samples.duration_s,),))
 
     monkeypatch.setattr(sender, "samples", of_api_servers)
-    bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
+    return bench(dataclasses.replace(asked, sides=(Side(name="ours", plan=plan),)))
+
+
+ON_A_GPU = made_plan(tiny_moe(), gpus("h100_sxm", 1))
+APART = made_plan(tiny_moe(), gpus("h100_sxm", 2), wishes=resolve_wishes(["disaggregation"], []))
+
+
+@pytest.mark.parametrize(
+    ("plan", "busy", "known"),
+    [
+        (ON_A_GPU, 0.85, True),
+        (ON_A_GPU, 0.75, False),
+        (APART, 0.95, False),
+        (made_plan(tiny_moe(), cpu_machine()), 0.95, False),
+    ],
+    ids=["saturated", "not saturated", "prefill and decode apart", "on a CPU"],
+)
+def test_what_a_saturated_api_server_takes_for_a_token_is_kept_for_plans_of_gpus(
+    plan: Plan, busy: float, known: bool, sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(asked.folder.parent / "cache"))
+    bench_beside_busy_api_servers(plan, busy, sender, asked, monkeypatch)
     # Two clients, some 10 ms between the tokens of each.
     times = read_front_end(str(plan.vllm_version)).times
     assert [(each.clients, round(each.us_per_token, -2)) for each in times] == [(2, 5000)] * known
+
+
+def test_a_cache_that_cannot_be_written_costs_no_result(
+    sender: Sender, asked: BenchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_folder = asked.folder.parent / "cache"
+    no_folder.write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
+    result = bench_beside_busy_api_servers(ON_A_GPU, 0.85, sender, asked, monkeypatch)
+    assert [load.front_end_saturated for load in result.sides[0].loads] == [True]
 
 
 @pytest.mark.parametrize("ends", ["well", "early"])
