@@ -53,9 +53,11 @@ _FOLDERS = {
     **dict.fromkeys(("q3", "qwen3", "qwen3-30b-a3b"), ""),
     **dict.fromkeys(("q3i4", "qwen3_int4", "qwen3-30b-a3b-gptq"), "INT4"),
     **dict.fromkeys(("q16", "qwen3_16", "models/qwen3_16", "q3e16-skinny", "q24", "gpt_oss_120b_12_layers")),
+    "gpt_oss_120b": None,
 }
 """Folder of a side of bench_beside.py, which holds Qwen3-30B-A3B -> how it is stored, where not in BF16; None: with 16
-or 24 experts a layer, or 12 layers of gpt-oss, which is no load of a published model.
+or 24 experts a layer, or 12 layers of gpt-oss, which is no load of a published model; or gpt-oss with dummy weights,
+whose tokens all take the same experts.
 """
 _ONE_LENGTH = re.compile(r"Prompts of ([\d,]+) tokens, completions of ([\d,]+)")
 """How a workload whose requests are all of one length describes itself."""

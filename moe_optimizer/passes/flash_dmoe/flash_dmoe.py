@@ -45,12 +45,15 @@ _STOCK_READS = {
     MXFP4: "vLLM's own kernels compute gpt-oss's experts (triton_kernels, which it brings along)",
     INT4: "vLLM's own kernels compute the INT4 experts (Marlin, or Humming where its package is there)",
 }
-_NOT_SERVED = (
-    "a server with them was not shown to be right with weights of a trained model's size: on an H200 vLLM's graph of 8 "
-    "tokens gave other hidden states than the same step without it, and the server was refused"
+_REFUSED = (
+    "one of two servers with them and weights of a trained model's size was refused on an H200: vLLM's graph of 8 "
+    "tokens gave other hidden states than the same step without it, and nothing else reads the weights then"
 )
-"""Of gpt-oss, whose layer alone is right. Weights near zero, with which it was served, hide such a difference."""
-_REFUSED = "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served.json"
+"""Of gpt-oss, whose layer alone is right. The cause is open. Weights near zero hide such a difference."""
+_SERVERS = (
+    "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served.json",
+    "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served_again.json",
+)
 _AMX = "amx_tile"
 _CALIBRATE_HINT = "`moe-optimizer serve` without `--calibrate 0`, or `moe-optimizer measure speeds`, measures it"
 
@@ -180,7 +183,7 @@ class FlashDmoe(OptimizationPass):
         )
         if not faster and ctx.wish(self.name)[0] is not Wish.ON:
             why = _why_not_as_stored(four_bits, table, measured)
-            evidence += (_REFUSED,) * (four_bits == MXFP4)
+            evidence += _SERVERS if four_bits == MXFP4 else ()
             return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)
         return self.decision(
             ctx,
@@ -295,7 +298,7 @@ def _why_not_as_stored(four_bits: str, table: KernelSpeeds | None, measured: str
     """Return why plans leave experts to vLLM that our kernels would read as the checkpoint stores them."""
     ours = "ours read them as they are stored"
     if four_bits == MXFP4:
-        return f"{ours}, {measured}; {_NOT_SERVED}" if table else f"{ours}; {_NOT_SERVED}"
+        return f"{ours}, {measured}; {_REFUSED}" if table else f"{ours}; {_REFUSED}"
     if table is None:
         return f"{ours}, and were not measured beside these on such a layer with the kernels of this build"
     return f"{speeds.why_vllms((table,))}, {measured}"

@@ -65,7 +65,7 @@ def test_on_a_gpu_vllms_kernels_compute_unless_ours_are_asked_for_and_the_plan_s
     left = decide(model, gpus("h100_sxm"))
     assert (left.status, left.applier) == (Status.OFF, Applier.NONE)
     assert ("Marlin" if model.int4 else "triton_kernels") in left.reason
-    assert ("not measured" if model.int4 else "not shown to be right") in left.reason
+    assert ("not measured" if model.int4 else "one of two servers") in left.reason
     assert "--enable-flash-dmoe" in left.reason
     ours = decide(model, gpus("h100_sxm"), wishes=ASKED)
     assert (ours.status, ours.applier, ours.vllm_args) == (Status.ON, Applier.PLUGIN, NO_ARGUMENTS)
@@ -149,7 +149,7 @@ def test_gpt_oss_is_left_to_vllm_also_where_ours_are_faster_and_the_plan_says_by
     left = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed)
     assert left.status is Status.OFF
     assert "1.50 to 1.50 times as fast as vLLM's triton_kernels" in left.reason
-    assert "not shown to be right" in left.reason
+    assert "one of two servers" in left.reason
     asked = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, wishes=ASKED)
     assert asked.gain is not None
     assert asked.gain.ratio.value == pytest.approx(1.5)
