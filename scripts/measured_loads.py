@@ -14,7 +14,6 @@ from typing import Any
 
 from moe_optimizer.layouts.constants import CAPTURED_TOKENS
 from moe_optimizer.layouts.question import STEP_TOKENS
-from moe_optimizer.measure.bench.result import IN_PAIRS
 from moe_optimizer.plan.serve_args import ServeArguments
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
@@ -92,11 +91,8 @@ class Load:
     """Why the rate is not judged."""
     front_end_share: float | None = None
     """Share of the time that each API server was busy on a core, where the record has it."""
-    held_up: bool = False
-    """Whether what sends or reads tokens was held up. Tokens came in pairs under some load of the same start of
-    bench_layouts.py, of this server or of one that was up beside it: there was no time for each step. The median gap
-    between tokens is then longer than the median time of one, by `IN_PAIRS`. Or others had the host too (`_SHARED`).
-    """
+    shared_host: bool = False
+    """Whether another server of its host was loaded at the same time (`_SHARED`)."""
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
     cache_bytes: int | None = None
@@ -134,7 +130,7 @@ def served_loads() -> Iterator[Load]:
                 given = [*found.get("serve_args", []), *own]
                 about: dict[str, Any] = {
                     "model": model, "memory_share": found.get("memory_share", 0.9),
-                    "held_up": path.stem in _SHARED or any(map(_in_pairs, _loads_of_start(words, record["layouts"]))),
+                    "shared_host": path.stem in _SHARED,
                     "api_servers": next(iter(_numbers_after(_API_SERVERS, given)), None),
                     "cache_bytes": next(iter(_numbers_after(_CACHE_BYTES, given)), None),
                     "prompt_graphs": max(_numbers_after(_GRAPH_SIZES, given), default=0) >= STEP_TOKENS,
@@ -181,12 +177,10 @@ def beside_loads(stem: str, record: Any) -> list[Load]:
             if lengths and stored[name] is not None and _describable(record["sides"][name]):
                 for load in loads:
                     benched.setdefault((name, lengths, load["clients"]), []).append(load)
-    # In pairs, as of bench_layouts.py: under one load of these servers is enough.
-    held_up = stem in _SHARED or any(map(_in_pairs, itertools.chain(*benched.values())))
     return [
         dataclasses.replace(
             _beside_load(stem, name, found[0], lengths, stored=stored[name], side=record["sides"][name]),
-            held_up=held_up, **_mean_of(found),
+            shared_host=stem in _SHARED, **_mean_of(found),
         )
         for (name, lengths, _), found in sorted(benched.items(), key=lambda item: item[0])
     ]  # fmt: skip
@@ -251,16 +245,6 @@ def _numbers_after(flag: str, words: list[str]) -> list[int]:
     """Return the numbers that follow a flag among arguments; [] without it."""
     after = words[words.index(flag) + 1 :] if flag in words else []
     return [int(word) for word in itertools.takewhile(str.isdecimal, after)]
-
-
-def _loads_of_start(words: str, layouts: Any) -> Iterator[Any]:
-    """Yield the loads of a layout and of those that were up beside it."""
-    for each in (words, *layouts[words].get("beside", ())):
-        yield from layouts[each]["loads"]
-
-
-def _in_pairs(load: Any) -> bool:
-    return "itl_ms" in load and load["itl_ms"]["median"] > IN_PAIRS * load["tpot_ms"]["median"]
 
 
 def _mean_of(starts: list[Any]) -> dict[str, Any]:

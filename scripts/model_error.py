@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.measured_loads import QWEN3_30B  # noqa: E402
-from scripts.predicted_loads import Case, by_pass, cases, choices, foreseen, predicted  # noqa: E402
+from scripts.predicted_loads import Case, by_pass, cases, choices, foreseen, told  # noqa: E402
 
 PAGE = ROOT / "docs" / "model_error.md"
 _NAMED = 4
@@ -31,10 +31,8 @@ _HEAD = """# How wrong the predictions are
 Written by `scripts/model_error.py` from the records named below: random weights, of Qwen3-30B-A3B where no other model
 is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
-predicted over measured, less one. A case in italics gave a constant of the model, or what an API server of its host
-takes for a token, and is left out of the means, as is one in brackets: under some load of that start, of this server or
-of one up beside it, tokens came in pairs, two steps apart, so what sends or reads them could not follow, as hosts
-differ in how fast that is; or the host served another model on other GPUs at the same time
+predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
+one in brackets, whose host served another model on other GPUs at the same time
 ([layout accuracy](layout_accuracy.md)). How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
@@ -101,7 +99,7 @@ def page(found: list[Case]) -> str:
     lines += [
         "",
         *_bracketed(found),
-        *_told(found),
+        *_told(),
         *_pass_table(found),
         "",
         *_choice_table(found),
@@ -157,21 +155,16 @@ def _bracketed(found: list[Case]) -> list[str]:
     return [f"With the cases in brackets the mean error is {_in_words(_errors(counted))}.", ""]
 
 
-def _told(found: list[Case]) -> list[str]:
-    """Return what the errors are of loads that another load of their host told of."""
-    if not (told := [case for case in found if case.told_by]):
+def _told() -> list[str]:
+    """Return what the errors are of loads that another load of their host tells of."""
+    if not (pairs := list(told())):
         return []
-    plain = [predicted(case.load) for case in told]
-    errors, constant = _errors(told), _errors(plain)
-    tellers = sum(case.tells for case in found)
+    plain, known = ([pair[which] for pair in pairs] for which in (0, 1))
     return [
-        f"{tellers} loads in italics waited for their one API server, and told what it takes for a token on their "
-        "host: the median gap between two tokens of a request over the clients. `moe-optimizer bench` keeps that for "
-        "later plans of a machine where the process was busy for most of a core; records that lack the share tell it "
-        "where the start was held up and 512 clients took longer than their step as modelled. "
-        f"{len(told)} other loads of those hosts are predicted with it, and judged: {_in_words(errors)}. With the "
-        f"constant of the model they were off by {_in_words(constant)}. Those in italics with the constant by "
-        f"{_in_words(_errors([case for case in found if case.tells]))}.",
+        "What an API server took for a token where it was the limit, which is the median gap between two tokens of a "
+        "request over the clients, tells of other loads of its host; `moe-optimizer bench` keeps it for later plans "
+        f"of a machine. With it, {len(pairs)} loads are off by {_in_words(_errors(known))}; as the model has it, which "
+        f"is what the table below shows, by {_in_words(_errors(plain))}.",
         "",
     ]
 

@@ -23,7 +23,6 @@ from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir  # noqa: E402
 from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
-from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US  # noqa: E402
 from moe_optimizer.layouts.question import LayoutQuestion  # noqa: E402
 from moe_optimizer.layouts.search import Goal, ordered  # noqa: E402
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict  # noqa: E402
@@ -62,11 +61,9 @@ READER_REQUEST_US = 1000.0
 0.4 to 0.6 s longer than the reading of their prompts lets them in all records of layouts, of one API server as of
 four."""
 _CLIENTS_OF_FRONT_END = 512
-"""The load that told FRONT_END_TOKEN_US: with fewer clients a front end that is behind sends tokens in pairs. Where a
-record says how busy the API server was, any load tells what it took.
+"""The load that tells what an API server takes, where no record says how busy it was: with fewer clients one that is
+behind sends tokens in pairs.
 """
-_AS_THE_CONSTANT = 0.05
-"""Chosen: what differs less from FRONT_END_TOKEN_US tells nothing."""
 SAME_HOST = {"2026-11-28_h200_x2_layouts_front_end": "2026-11-28_h200_front_end_one"}
 """Record -> the one that was measured before on the same host, and tells what its API servers take."""
 ONE_ROUTE = ("deepseek_v2",)
@@ -92,12 +89,15 @@ FITTED = {
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 1): "latent attention without a constant of its own",
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 16): "ONE_ROUTE",
     ("2026-11-26_h100_x4_layouts", "stock", "tp4", 16): "LAUNCH_EXCHANGE_US",
-    ("2026-11-26_h100_x4_layouts", "stock", "tp4", 512): "READER_REQUEST_US, FRONT_END_TOKEN_US",
+    ("2026-11-26_h100_x4_layouts", "stock", "tp4", 512): "READER_REQUEST_US",
     ("2026-11-26_h200_x4_layouts", "stock", "tp4", 16): "LAUNCH_EXCHANGE_US",
-    ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 512): "FRONT_END_TOKEN_US, FRONT_END_PROMPT_TOKEN_US",
+    ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 512): "FRONT_END_PROMPT_TOKEN_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp1dp2ep", 512): "READER_TOKEN_US",
-    ("2026-11-26_h200_x4_layouts", "stock", "tp4", 512): "FRONT_END_TOKEN_US",
-    ("2026-11-26_h200_x4_layouts", "stock", "tp4ep", 512): "FRONT_END_TOKEN_US",
+    ("2026-11-26_h100_x2_layouts_deepseek_v2_rest", "stock", "tp2ep", 16): "LAUNCH_LATENT_US",
+    ("2026-11-26_h100_x2_layouts_deepseek_v2_rest", "stock", "tp1x2", 16): "LAUNCH_LATENT_US",
+    ("2026-11-26_h200_x4_layouts", "stock", "tp4ep", 512): "FRONT_END_TOKEN_US of 512 clients",
+    ("2026-11-27_h100_x2_layouts_tp2", "stock", "tp2", 512): "FRONT_END_TOKEN_US of 512 clients",
+    ("2026-11-28_h200_front_end", "conservative", "tp1", 128): "FRONT_END_TOKEN_US of 128 clients",
     ("2026-11-26_h200_x4_layouts", "stock", "tp1dp4ep", 16): "LOCK_STEP_US",
     ("an independent trial", "marlin", "tp1", 64): "VLLM_EXPERTS in four bits",
 }
@@ -132,22 +132,16 @@ class Case:
     prediction: Prediction
     rate: float
     """Predicted tokens/s of the run as it was, from its first request to its last."""
-    tells: bool = False
-    """Whether it told what an API server of its host takes for a token, which other loads of the record are predicted
-    with.
-    """
-    told_by: str = ""
-    """The record whose loads told that of its host, as `moe-optimizer bench` keeps it for later plans of a machine."""
 
     @property
     def fitted(self) -> bool:
-        """Whether a constant was read from it, of the model or of its host."""
-        return self.tells or (self.load.record, self.load.side, self.load.served_as, self.load.clients) in FITTED
+        """Whether a constant was read from it."""
+        return (self.load.record, self.load.side, self.load.served_as, self.load.clients) in FITTED
 
     @property
     def in_brackets(self) -> bool:
-        """Whether something held it up that no other load of its host tells."""
-        return self.load.held_up and not self.told_by and not self.fitted
+        """Whether another server of its host was loaded at the same time."""
+        return self.load.shared_host and not self.fitted
 
     @property
     def judged(self) -> bool:
@@ -204,21 +198,24 @@ class LayoutChoice:
 
 def cases() -> Iterator[Case]:
     """Yield every load of the served records, each with its prediction."""
-    loads = [*served_loads(), *TRIAL]
+    return map(predicted, (*served_loads(), *TRIAL))
+
+
+def told() -> Iterator[tuple[Case, Case]]:
+    """Yield loads whose API server took what another load of the host tells: as the model has it, and as that tells.
+
+    `moe-optimizer bench` keeps what it finds so for later plans of a machine.
+    """
+    loads = list(served_loads())
     telling = _telling(loads)
-    found: list[Case] = []
     for load in loads:
-        host = SAME_HOST.get(load.record, load.record)
-        tellers = telling.get(host, [])
+        tellers = telling.get(SAME_HOST.get(load.record, load.record), [])
+        if load in tellers:
+            continue
         times = sorted(map(front_end_time, tellers), key=lambda each: each.clients)
-        case = predicted(load, front_end=FrontEnd(times=() if load in tellers else tuple(times)))
-        us = case.prediction.front_end_us
-        told = us.source is Source.MEASURED and abs(us.value / FRONT_END_TOKEN_US - 1) > _AS_THE_CONSTANT
-        found.append(dataclasses.replace(case, told_by=host if told else ""))
-    used = {case.told_by for case in found}
-    for case in found:
-        record = case.load.record
-        yield dataclasses.replace(case, tells=record in used and case.load in telling.get(record, ()))
+        case = predicted(load, front_end=FrontEnd(times=tuple(times)))
+        if case.prediction.front_end_us.source is Source.MEASURED and case.prediction.api_servers == 1:
+            yield predicted(load), case
 
 
 def _telling(loads: list[Load]) -> dict[str, list[Load]]:
@@ -241,13 +238,13 @@ def front_end_time(load: Load) -> FrontEndTime:
 
 def _waited_for_its_front_end(load: Load) -> bool:
     """Whether one API server answered all, and tokens waited for it: its share of a core says so, or, in records that
-    lack that, that the start was held up and a step as modelled is shorter than the tokens of all clients took.
+    lack that, that a step as modelled is shorter than the tokens of all clients took.
     """
     if not load.gap_ms or load.api_servers is not None or parse_layout(load.layout).num_engines > 1:
         return False
     if load.front_end_share is not None:
         return load.front_end_share >= SATURATED
-    if not load.held_up or load.clients != _CLIENTS_OF_FRONT_END:
+    if load.clients != _CLIENTS_OF_FRONT_END:
         return False
     return predicted(load, front_end=FrontEnd(times=(front_end_time(load),))).prediction.front_end_share >= 1
 
@@ -317,8 +314,8 @@ def choices(found: list[Case]) -> list[LayoutChoice]:
     for case in found:
         load, gpus = case.load, case.prediction.layout.num_devices
         # vLLM alone with more API servers than it starts by itself is no layout of its own; a plan's servers have those
-        # that the plan gives them. A start that something else held up tells nothing of its layout.
-        if (load.side == "stock" and load.api_servers is not None) or load.held_up:
+        # that the plan gives them. On a host that others had too nothing is told of its layout.
+        if (load.side == "stock" and load.api_servers is not None) or load.shared_host:
             continue
         same = (hardware_of(load), load.model, load.side, load.prompt_graphs, gpus, load.clients, load.requests)
         groups.setdefault((*same, load.input_tokens, load.output_tokens), []).append(case)

@@ -86,27 +86,34 @@ less REQUEST_US): 1.5."""
 LAUNCH_EXCHANGE_US = 700.0
 """The same, where GPUs exchange tokens in each layer: the step that reads 15 prompts of 512 tokens takes 100 to 113 ms
 with slices on four H100 and H200, whose kernels take 70."""
+LAUNCH_LATENT_US = 1900.0
+"""The same, where attention is latent (MLA), whose prompts take more launches: first tokens of a DeepSeek-like shape
+with 16 clients come after 118 to 148 ms in four layouts of two H100, where 67 to 112 would be without
+(benchmarks/records/2026-11-26_h100_x2_layouts_deepseek_v2.json, _rest.json). No ledger has its steps."""
 PROMPT_TOKEN_US = 1.6
 """Of each token of a prompt, beyond its matrices, experts and attention: 0.7 us of small kernels that
 SMALL_KERNELS_PASSES does not have, and 0.9 of no kernel (PROMPT_LEDGER, 8192 tokens). That slices share it is
 assumed."""
 REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
-FRONT_END_TOKEN_US = 44.0
-"""Of each token of an answer, in the one process of an engine (API server) that sends tokens out: the median time
-between two tokens of 512 clients with slices, over 512: 43 and 54 us in LAYOUTS, 44 with a DeepSeek-like shape, 55 on
-four H100. Hosts differ: other starts had 62 to 88, and this is near the least. vLLM starts one such process, or as many
-as a server has copies on a machine (--api-server-count)."""
-FRONT_END_BUSY = 0.5
-"""Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Some hosts take
-nearly twice FRONT_END_TOKEN_US (benchmarks/records/2026-11-27_h100_x2_layouts_deepseek_v2.json). With slices on four
-H100 and 128 clients one would be busy for 0.43 of a step, and four had 8 % more tokens/s
+FRONT_END_TOKEN_US = ((128, 40.0), (512, 60.0))
+"""Of each token of an answer, in the one process of an engine (API server) that sends tokens out: of so many clients
+that it answers, so many us. That is the median time between two tokens of a request over the clients, where they waited
+for it. With 512 it is 43 us on one host (slices with whole experts in LAYOUTS) and 88 on another
+(benchmarks/records/2026-11-27_h100_x2_layouts_tp2.json), and this is about their geometric mean; eleven other starts
+lie between. With 128 it is 40 us on a host that took 67 of 512 (benchmarks/records/2026-11-28_h200_front_end.json).
+vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
+FRONT_END_BUSY = 0.45
+"""Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Hosts take up
+to 1.5 times FRONT_END_TOKEN_US. With slices on four H100 and 128 clients one would be busy for 0.39 of a step, and four
+had 8 % more tokens/s
 (benchmarks/records/2026-11-26_h100_x4_layouts.json)."""
 MOST_API_SERVERS = 4
 """Chosen: the most that a plan gives a server with fewer copies; more were not measured."""
 FRONT_END_REQUEST_US = 1000.0
 """Of each request in the same process, besides its prompt: chosen, with the next. Prompts of 128 tokens are read as
-fast as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both take 2 ms of one at most."""
+fast as their steps (benchmarks/records/2026-11-26_h200_balanced_served.json), so both take 2 ms of one at most.
+No record tells whether hosts that send tokens out slower take requests in slower too: the same counts for all."""
 FRONT_END_PROMPT_TOKEN_US = 6.8
 """Of each token of a prompt there. Slices of a DeepSeek-like shape on two H100 read the 512 prompts of 512 tokens that
 come at once in 2.7 s, though 128 of them at 59 ms a step, which would be 1.9 s; copies, which have two such processes,

@@ -69,9 +69,7 @@ class LayoutQuestion:
     servers).
     """
     front_end: FrontEnd = field(default_factory=FrontEnd)
-    """What API servers of these machines were found to take; where it says nothing, `FRONT_END_TOKEN_US`. Requests and
-    prompts are in proportion.
-    """
+    """What API servers of these machines were found to take; where it says nothing, `FRONT_END_TOKEN_US`."""
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

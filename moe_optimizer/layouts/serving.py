@@ -15,6 +15,7 @@ from moe_optimizer.costs.fp8_blocks import padded_experts
 from moe_optimizer.costs.memory import MemoryRequest, kv_bytes_per_token, plan_memory, sequences_held
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.experts import ours_up_to
+from moe_optimizer.layouts.front_end import token_us
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.step import StepModel, Tokens
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -238,20 +239,17 @@ class _Loop:
 
     def token_us(self, front_ends: float) -> Quantity:
         """Return what a process takes for a token where so many of an engine send them out."""
-        clients, constant = self._decoding_at_once / front_ends, fitted.FRONT_END_TOKEN_US
-        found = self._question.front_end.of_clients(clients, unknown_us=constant)
-        return found or Quantity(constant, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
+        return token_us(self._question.front_end, self._decoding_at_once / front_ends)
 
     def times(self, front_ends: float) -> _Times:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, read = self._question, self.model.layout, self._read
         prompt, answer = question.input_tokens, question.output_tokens
-        token_us = self.token_us(front_ends).value
-        share = question.processes * token_us / fitted.FRONT_END_TOKEN_US / front_ends
-        sending_us = fitted.FRONT_END_TOKEN_US * self._decoding_at_once * share
+        sending_us = question.processes * self.token_us(front_ends).value * self._decoding_at_once / front_ends
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)
-        taking_us = share * (fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt)
+        taking_us = fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt
+        taking_us *= question.processes / front_ends
         self._read_in_steps(taking_us)
         # A step reads no more prompts than the process has taken in, which sends tokens out meanwhile.
         taken_us = (read - 1) * taking_us + self._others * sending_us / 2

@@ -90,8 +90,9 @@ class StepModel:
     @property
     def launches_us(self) -> float:
         """The least time of a step whose kernels are launched one by one."""
-        exchange = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
-        return (fitted.LAUNCH_LAYER_US + exchange) * self.question.model.num_layers
+        more = fitted.LAUNCH_EXCHANGE_US * (self.layout.devices_of_stage > 1)
+        more += fitted.LAUNCH_LATENT_US * (self.question.model.attention.kind == "mla")
+        return (fitted.LAUNCH_LAYER_US + more) * self.question.model.num_layers
 
     def _is_launched(self, tokens: Tokens) -> bool:
         """Whether a step has no graph and its launches count."""

@@ -72,7 +72,7 @@ def _front_end(ctx: PlanContext, api_servers: int) -> str:
         return ""
     choice = ctx.layout_choice
     own_share = choice.estimate.front_end_share * api_servers / choice.layout.data_parallel_size
-    why = "vLLM's own number would be busy for more than half of a decode step"
+    why = f"vLLM's own number would be busy for more than {FRONT_END_BUSY:.0%} of a decode step"
     if own_share <= FRONT_END_BUSY:
         why = "with vLLM's own number the limits are not kept"
     return f"; {api_servers} API servers, because {why}"

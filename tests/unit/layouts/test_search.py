@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
-from moe_optimizer.layouts.constants import FRONT_END_TOKEN_US
+from moe_optimizer.layouts.front_end import modelled_token_us
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Limits, ordered, rank, why_behind
 from moe_optimizer.layouts.serving import FRONT_END, Prediction, memory_of, predict
@@ -379,9 +379,9 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
 
 def test_tokens_wait_longer_for_a_slower_api_server():
     layout = Layout(tensor_parallel_size=8)
-    rates = [with_front_ends(layout, front_end=taking(us)).tokens_per_s for us in (FRONT_END_TOKEN_US, 88.0)]
+    rates = [with_front_ends(layout, front_end=taking(us)).tokens_per_s for us in (modelled_token_us(1024), 88.0)]
     assert rates[0] == with_front_ends(layout).tokens_per_s
-    assert rates[1] < 0.6 * rates[0]
+    assert rates[1] < 0.85 * rates[0]
 
 
 def test_what_an_api_server_takes_of_many_clients_counts_where_each_answers_as_many():
@@ -415,7 +415,7 @@ def test_more_api_servers_never_make_a_layout_slower_and_change_little_for_few_c
 
 def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_write_faster():
     layout = Layout(tensor_parallel_size=2)
-    asked = question(mixtral_8x7b(), gpus=2, clients=512)
+    asked = question(mixtral_8x7b(), gpus=2, clients=512, processes=False)
     loop, burst = (
         predict(dataclasses.replace(asked, rounds=rounds), layout, memory_of(asked, layout)) for rounds in (None, 1)
     )

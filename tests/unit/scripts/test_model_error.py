@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ def test_the_page_is_of_the_records_and_of_this_model(cases):
 
 @pytest.mark.parametrize("what", ["tpot_error", "rate_error"])
 def test_predictions_are_12_percent_off_on_average_and_25_at_most(cases, what):
-    errors = [getattr(case, what) for case in cases if case.judged]
+    """Also where the host had another server to serve: all but those that a constant was read from."""
+    errors = [getattr(case, what) for case in cases if not case.fitted]
     judged = [abs(error) for error in errors if error is not None]
-    assert len(judged) > 20
+    assert len(judged) > 200
     assert statistics.mean(judged) <= 0.12
     assert max(judged) <= 0.25
 
@@ -52,30 +54,38 @@ def test_the_page_on_layouts_states_these_errors_and_those_with_what_is_left_out
     assert told == expected
 
 
-def test_loads_of_a_host_are_nearer_with_what_another_load_told_of_its_api_server(cases):
-    told = [case for case in cases if case.told_by]
-    plain = [predicted_loads.predicted(case.load) for case in told]
-    assert len(told) >= 7
-    assert all(case.judged for case in told)
+def test_the_page_on_layouts_states_the_errors_with_what_another_load_of_the_host_told():
+    plain, known = zip(*predicted_loads.told(), strict=True)
+    assert len(plain) >= 7
     page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8").replace("\n", " ")
-    nearest, furthest = (
-        tuple(100 * max(map(abs, each)) for each in ([case.tpot_error for case in group], rates_of(group)))
-        for group in (told, plain)
+    means, furthest = (
+        [
+            f"{100 * summed([*map(abs, each)]):.0f}"
+            for group in (known, plain)
+            for each in ([case.tpot_error for case in group], rates_of(group))
+        ]
+        for summed in (statistics.mean, max)
     )
-    assert "within {:.0f} % of TPOT and {:.0f} % of tokens/s, where".format(*nearest) in page
-    assert "where the constant is up to {:.0f} and {:.0f} % off".format(*furthest) in page
+    assert "within {} % of TPOT and {} % of tokens/s, with the model's own within {} and {}".format(*furthest) in page
+    assert "on average {} and {} % in place of {} and {}".format(*means) in page
 
 
-def rates_of(group: list[Any]) -> list[float]:
+def rates_of(group: Iterable[Any]) -> list[float]:
     return [case.rate_error for case in group if case.rate_error is not None]
 
 
-def test_a_load_is_not_predicted_with_what_it_told_itself(cases):
-    telling = [case for case in cases if case.tells]
-    assert telling
-    for case in telling:
-        assert not case.judged
-        assert case.prediction.tpot_ms == predicted_loads.predicted(case.load).prediction.tpot_ms
+def test_a_load_tells_of_others_of_its_host_and_not_of_itself(of_records):
+    layouts = {"tp2": 300.0, "tp2ep": 250.0}
+    for told, names in (([], ["tp2"]), (["tp2ep"], ["tp2", "tp2ep"])):
+        record = layouts_record({name: layouts[name] for name in names}, model="qwen3_moe")
+        for layout in record["layouts"].values():
+            for load in layout["loads"]:
+                load["itl_ms"] = {"median": 80e-3 * load["clients"]}
+        of_records(h100_x2=record)
+        pairs = list(predicted_loads.told())
+        assert [known.load.layout for _, known in pairs] == told
+        assert all(known.prediction.front_end_us.value == pytest.approx(80) for _, known in pairs)
+        assert all(known.rate < plain.rate for plain, known in pairs)
 
 
 def test_a_rate_that_may_be_one_of_compilation_is_not_judged(cases):
@@ -162,16 +172,12 @@ def test_a_layout_with_more_api_servers_is_another_case_and_what_they_gain_is_ju
     assert gain.measured > 1.5
 
 
-def test_a_start_whose_tokens_came_in_pairs_is_shown_and_not_judged(of_records):
-    record = layouts_record({"tp2": 700.0, "tp1dp2ep": 600.0}, model="mixtral")
-    for layout, gap_ms in (("tp2", 14.0), ("tp1dp2ep", 9.0)):
-        for load in record["layouts"][layout]["loads"]:
-            load["itl_ms"] = {"median": gap_ms / 10 * load["tpot_ms"]["median"]}
-    found = of_records(h200_x2_mixtral=record)
-    assert "tp2" not in {case.load.layout for case in found.values() if case.judged}
-    assert found["h200_x2_mixtral", "tp1dp2ep", 16].judged
-    rows = model_error.page(list(found.values())).splitlines()
-    assert [row for row in rows if "| tp2 | (16) |" in row]
+def test_loads_of_a_host_that_served_another_model_are_shown_and_not_judged(cases):
+    found = [case for case in cases if case.load.record == "2026-11-28_h200_two_drafts"]
+    assert found
+    assert not any(case.judged for case in found)
+    rows = model_error.page(found).splitlines()
+    assert [row for row in rows if "| (1) |" in row]
     assert [row for row in rows if row.startswith("With the cases in brackets")]
 
 
