@@ -106,7 +106,7 @@ def test_a_step_without_a_graph_takes_the_launches_of_its_layers_and_one_with_a_
 
 
 def test_latent_attention_takes_more_launches_for_each_layer_of_a_prompt():
-    plain, latent = (StepModel(question(model), Layout()) for model in (qwen3_30b_a3b(), deepseek_v3()))
+    plain, latent = (StepModel(question(model, gpus=1), Layout()) for model in (qwen3_30b_a3b(), deepseek_v3()))
     of_a_layer = [model.launches_us / model.question.model.num_layers for model in (plain, latent)]
     assert of_a_layer[1] > 2 * of_a_layer[0]
 
