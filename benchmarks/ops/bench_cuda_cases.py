@@ -52,6 +52,7 @@ SHAPES = {
         Shape("deepseek-v3-tp8", 7168, 256, 256, 8),
         Shape("deepseek-v3-ep16", 7168, 2048, 16, 8, 256),
         Shape("gpt-oss-120b", 2880, 2880, 128, 4),
+        Shape("gpt-oss-120b-tp2", 2880, 1440, 128, 4),
         Shape("gpt-oss-20b", 2880, 2880, 32, 4),
         Shape("qwen3-next-80b-a3b", 2048, 512, 512, 10),
         Shape("qwen3-next-80b-a3b-tp2", 2048, 256, 512, 10),

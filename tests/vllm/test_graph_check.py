@@ -281,12 +281,18 @@ def test_a_step_without_numbers_is_not_counted_as_compared(server: Server) -> No
     assert "graphs not compared" in found.said
 
 
-def test_one_replay_that_is_off_is_no_finding(server: Server) -> None:
+def test_one_replay_that_is_off_is_no_finding_and_the_log_says_which(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     replays = iter([1.1, 1.0])
     found = checked(server, FirstRunner, lambda inputs: double(inputs) * next(replays))
     for seed in range(2):
-        found.step(seed=seed)
+        found.step(seed=seed, rows=5)
     assert "passed in 1 of 1" in found.said
+    (said,) = [each for each in caplog.messages if f"graph of {PADDED} tokens (FULL)" in each]
+    assert "off by 0.1 of their size" in said
+    assert "5 of them" in said
 
 
 @RUNNERS

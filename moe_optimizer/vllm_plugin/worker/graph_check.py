@@ -231,15 +231,18 @@ class GraphCheck:
             self._say(f"vLLM's graphs not compared: {self._why_not}")
             return
         seen.differences.append(difference)
+        if difference > _TOLERANCE:
+            rows = f"{self._rows} of them requests'" if self._rows < _tokens(graph) else "all requests'"
+            logger.info("%s; %s", _found(graph, seen, difference), rows)
         if seen.complete and self._ours:
             self._judge(graph, seen)
         elif seen.complete and seen.wrong:
-            logger.warning("vLLM's own kernels: %s", _found_wrong(graph, seen))
+            logger.warning("vLLM's own kernels: %s", _found(graph, seen, min(seen.differences)))
 
     def _judge(self, graph: Any, seen: _Compared) -> None:
         if seen.wrong:
             self._armed = False
-            raise failed(self._session, self._when, _found_wrong(graph, seen))
+            raise failed(self._session, self._when, _found(graph, seen, min(seen.differences)))
         passed = [each for each in self._compared.values() if each.passed]
         if not passed:
             self._say("vLLM's graphs not compared: the same steps without them give hidden states that are not numbers")
@@ -295,11 +298,17 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((one.float() - other.float()).norm(dim=-1) / sizes).median())
 
 
-def _found_wrong(graph: Any, seen: _Compared) -> str:
+def _found(graph: Any, seen: _Compared, difference: float) -> str:
     return (
-        f"vLLM's graph of {_tokens(graph)} tokens gives other hidden states than the same step without it, off by "
-        f"{min(seen.differences):.2g} of their size; two steps without it by {seen.noise:.2g}"
+        f"vLLM's graph of {_tokens(graph)} tokens ({_mode(graph)}) gives other hidden states than the same step "
+        f"without it, off by {difference:.2g} of their size; two steps without it by {seen.noise:.2g}"
     )
+
+
+def _mode(graph: Any) -> str:
+    """Return what is captured, in vLLM's word: FULL, or PIECEWISE without attention."""
+    mode = graph[0] if type(graph) is tuple else getattr(graph, "cg_mode", None)
+    return getattr(mode, "name", "FULL")
 
 
 def _tokens(graph: Any) -> int:
