@@ -51,13 +51,16 @@ _FEW_REQUESTS = {"2026-11-26_h200_tuned_plan_served": 64}
 _FOLDERS = {
     **dict.fromkeys(("q3", "qwen3", "qwen3-30b-a3b"), ""),
     **dict.fromkeys(("q3i4", "qwen3_int4", "qwen3-30b-a3b-gptq"), "INT4"),
-    **dict.fromkeys(("q16", "qwen3_16", "models/qwen3_16", "q3e16-skinny", "q24", "gpt_oss_120b_12_layers")),
-    "gpt_oss_120b": None,
+    **dict.fromkeys(("q16", "qwen3_16", "models/qwen3_16", "q3e16-skinny", "q24", "gpt_oss_120b")),
+    "gpt_oss_120b_12_layers": "MXFP4",
 }
-"""Folder of a side of bench_beside.py, which holds Qwen3-30B-A3B -> how it is stored, where not in BF16; None: with 16
-or 24 experts a layer, or 12 layers of gpt-oss, which is no load of a published model; or gpt-oss with dummy weights,
-whose tokens all take the same experts.
+"""Folder of a side of bench_beside.py, which holds Qwen3-30B-A3B or one of `_MODELS` -> how it is stored, where not in
+BF16; None: with 16 or 24 experts a layer, or gpt-oss with dummy weights, whose tokens all take the same experts.
 """
+_MODELS = ("gpt_oss_120b_12_layers",)
+"""Folders that are models of benchmarks/jobs.yaml."""
+_HELD = {"INT4": "marlin", "MXFP4": "mxfp4"}
+"""How a checkpoint is stored -> what servers of it hold."""
 _ONE_LENGTH = re.compile(r"Prompts of ([\d,]+) tokens, completions of ([\d,]+)")
 """How a workload whose requests are all of one length describes itself."""
 _FEWEST_TOKENS = 32
@@ -169,7 +172,8 @@ def beside_loads(stem: str, record: Any) -> list[Load]:
     Its sides are named as its caller likes. What they hold is what was decided and what they were started with.
     """
     words = [text for word, text in itertools.pairwise(record["command"]) if word == "--side"]
-    stored = {name: _FOLDERS[folder] for name, folder, *_ in map(shlex.split, words)}
+    folders = {name: folder for name, folder, *_ in map(shlex.split, words)}
+    stored = {name: _FOLDERS[folder] for name, folder in folders.items()}
     benched: dict[tuple[str, tuple[int, int], int], list[Any]] = {}
     for bench in record["benches"]:
         lengths = _one_length(bench)
@@ -181,6 +185,7 @@ def beside_loads(stem: str, record: Any) -> list[Load]:
         dataclasses.replace(
             _beside_load(stem, name, found[0], lengths, stored=stored[name], side=record["sides"][name]),
             shared_host=stem in _SHARED, **_mean_of(found),
+            **({"model": folders[name]} if folders[name] in _MODELS else {}),
         )
         for (name, lengths, _), found in sorted(benched.items(), key=lambda item: item[0])
     ]  # fmt: skip
@@ -189,7 +194,7 @@ def beside_loads(stem: str, record: Any) -> list[Load]:
 def _beside_load(stem: str, name: str, load: Any, lengths: tuple[int, int], *, stored: str | None, side: Any) -> Load:
     arguments = ServeArguments(*side["serve_args"])
     decided = {each["pass_name"]: each for each in side["decisions"] if each["status"] == "on"}
-    held = ["marlin"] * bool(stored) + [each for each in _DECIDING if each in decided]
+    held = ([_HELD[stored]] if stored else []) + [each for each in _DECIDING if each in decided]
     captured = decided.get("graph_capture", {"params": {"max_capture_size": 0}})["params"]["max_capture_size"]
     one = _bench_load(
         stem, f"{name}, {stored}" if stored else name, load, lengths, holds="+".join(held) or "stock", layout="tp1"

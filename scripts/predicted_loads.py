@@ -45,6 +45,8 @@ SIDES = {
     "fp8": _FP8,
     "fp8 again": _FP8,
     "marlin": {"expert_bits": 4.125, "linear_bits": 4.125, "weights": ""},
+    "mxfp4": {"expert_bits": 4.25, "linear_bits": 16, "weights": "mxfp4"},
+    "mxfp4+flash_dmoe": _FOUR_BIT,
     "fp8+flash_dmoe": {**_FP8, "our_kernels": True},
     "fp8+flash_dmoe+kv_cache": {**_FP8, "our_kernels": True, "kv_bits": 8},
     "four_bit+flash_dmoe": _FOUR_BIT,
@@ -113,6 +115,7 @@ PAIRS = {
     },
     "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
     "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
+    "mxfp4": {"mxfp4+flash_dmoe": "flash_dmoe"},
     "marlin": {
         "four_bit+fp8+flash_dmoe": "four_bit, fp8 and flash_dmoe instead of INT4 of GPTQ",
         "four_bit+fp8+flash_dmoe+kv_cache": "four_bit, fp8, flash_dmoe and kv_cache instead of INT4 of GPTQ",

@@ -147,6 +147,7 @@ SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
                 "2026-11-26_h200_verify_two_drafts",
                 "2026-11-28_h200_decode_step_four_bits",
                 "2026-11-28_h200_decode_step_ours",
+                "2026-11-28_h200_gpt_oss_experts_served",
                 "2026-11-28_h200_gpt_oss_experts_served_again",
                 "2026-11-28_h200_four_bit_beside_bf16",
                 "2026-11-28_h200_four_bit_beside_gptq",

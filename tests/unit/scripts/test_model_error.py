@@ -279,6 +279,8 @@ def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_mode
         "2026-11-26_h200_verify_two_drafts",
         "2026-11-28_h200_four_bit_beside_bf16",
         "2026-11-28_h200_four_bit_beside_gptq",
+        "2026-11-28_h200_gpt_oss_experts_served",
+        "2026-11-28_h200_gpt_oss_experts_served_again",
         "2026-11-28_h200_two_drafts",
     }
     sides = {(case.load.side, case.load.holds) for case in cases if case.load.record in beside}
@@ -288,6 +290,8 @@ def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_mode
         ("ours", "four_bit+fp8+flash_dmoe+kv_cache"),
         ("stock", "stock"),
         ("stock, INT4", "marlin"),
+        ("ours, MXFP4", "mxfp4+flash_dmoe"),
+        ("vllm, MXFP4", "mxfp4"),
     }
 
 
