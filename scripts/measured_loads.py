@@ -32,7 +32,7 @@ _SHARED = (
     "2026-11-28_h200_front_end",
     "2026-11-28_h200_two_drafts",
 )
-"""Records of two servers that were loaded at the same time, by processes of one host, each on GPUs of its own."""
+"""Records whose hosts did other work at the same time, most of them for another server, on GPUs of its own."""
 _API_SERVERS = "--api-server-count"
 _CACHE_BYTES = "--kv-cache-memory-bytes"
 _GRAPH_SIZES = "--cudagraph-capture-sizes"
@@ -95,7 +95,7 @@ class Load:
     front_end_share: float | None = None
     """Share of the time that each API server was busy on a core, where the record has it."""
     shared_host: bool = False
-    """Whether another server of its host was loaded at the same time (`_SHARED`)."""
+    """Whether its host did other work at the same time (`_SHARED`)."""
     memory_share: float = 0.9
     """Of each GPU's memory, for this server."""
     cache_bytes: int | None = None
@@ -185,7 +185,7 @@ def beside_loads(stem: str, record: Any) -> list[Load]:
         dataclasses.replace(
             _beside_load(stem, name, found[0], lengths, stored=stored[name], side=record["sides"][name]),
             shared_host=stem in _SHARED, **_mean_of(found),
-            **({"model": folders[name]} if folders[name] in _MODELS else {}),
+            model=folders[name] if folders[name] in _MODELS else QWEN3_30B,
         )
         for (name, lengths, _), found in sorted(benched.items(), key=lambda item: item[0])
     ]  # fmt: skip

@@ -32,7 +32,7 @@ Written by `scripts/model_error.py` from the records named below: random weights
 is named, vLLM 0.26, closed loops. Random weights route evenly, but those of deepseek_v2 send every token to the same
 experts: in BF16 all scores of its router are equal. Where each client sent one request, all came at once. Error:
 predicted over measured, less one. A case in italics gave a constant of the model and is left out of the means, as is
-one in brackets, whose host served another model on other GPUs at the same time
+one in brackets, whose host did other work on other GPUs at the same time
 ([layout accuracy](layout_accuracy.md)). How a prediction is made: [layouts](layouts.md).
 
 A rate is all tokens of a run over its whole time, as measured: where the clients do not all find room, the last wave of
@@ -109,6 +109,7 @@ def page(found: list[Case]) -> str:
     ]
     lines += [line for what, pairs in errors.items() for line in _worst(what, pairs)]
     lines += _worst("TPOT, in brackets", [(case.tpot_error, case) for case in found if case.in_brackets])
+    lines += _worst("TPOT, in italics", [(case.tpot_error, case) for case in found if case.fitted])
     lines += _foreseen()
     lines += [
         "",

@@ -95,6 +95,7 @@ FITTED = {
     ("2026-11-26_h200_x4_layouts", "stock", "tp4", 16): "LAUNCH_EXCHANGE_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp2", 512): "FRONT_END_PROMPT_TOKEN_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp1dp2ep", 512): "READER_TOKEN_US",
+    ("2026-11-26_h100_x2_layouts_deepseek_v2", "stock", "tp1dp2ep", 16): "LAUNCH_LATENT_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2_rest", "stock", "tp2ep", 16): "LAUNCH_LATENT_US",
     ("2026-11-26_h100_x2_layouts_deepseek_v2_rest", "stock", "tp1x2", 16): "LAUNCH_LATENT_US",
     ("2026-11-26_h200_x4_layouts", "stock", "tp4ep", 512): "FRONT_END_TOKEN_US of 512 clients",
@@ -143,7 +144,7 @@ class Case:
 
     @property
     def in_brackets(self) -> bool:
-        """Whether another server of its host was loaded at the same time."""
+        """Whether its host did other work at the same time."""
         return self.load.shared_host and not self.fitted
 
     @property
@@ -216,9 +217,10 @@ def told() -> Iterator[tuple[Case, Case]]:
         if load in tellers:
             continue
         times = sorted(map(front_end_time, tellers), key=lambda each: each.clients)
-        case = predicted(load, front_end=FrontEnd(times=tuple(times)))
-        if case.prediction.front_end_us.source is Source.MEASURED and case.prediction.api_servers == 1:
-            yield predicted(load), case
+        plain, known = predicted(load), predicted(load, front_end=FrontEnd(times=tuple(times)))
+        one = known.prediction.front_end_us.source is Source.MEASURED and known.prediction.api_servers == 1
+        if one and known.rate != plain.rate and not plain.fitted:
+            yield plain, known
 
 
 def _telling(loads: list[Load]) -> dict[str, list[Load]]:

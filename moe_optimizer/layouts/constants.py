@@ -87,9 +87,10 @@ LAUNCH_EXCHANGE_US = 700.0
 """The same, where GPUs exchange tokens in each layer: the step that reads 15 prompts of 512 tokens takes 100 to 113 ms
 with slices on four H100 and H200, whose kernels take 70."""
 LAUNCH_LATENT_US = 1900.0
-"""The same, where attention is latent (MLA), whose prompts take more launches: first tokens of a DeepSeek-like shape
-with 16 clients come after 118 to 148 ms in four layouts of two H100, where 67 to 112 would be without
-(benchmarks/records/2026-11-26_h100_x2_layouts_deepseek_v2.json, _rest.json). No ledger has its steps."""
+"""The same, where attention is latent (MLA), whose prompts take more launches: first tokens of a DeepSeek-like shape on
+two H100 came after 130 ms with 16 clients of two servers, after 148 and 127 with whole experts and copies, where 67,
+112 and 103 would be without (benchmarks/records/2026-11-26_h100_x2_layouts_deepseek_v2.json, _rest.json). With slices
+they came after 118, which 114 would be without and 134 are with it. No ledger has its steps."""
 PROMPT_TOKEN_US = 1.6
 """Of each token of a prompt, beyond its matrices, experts and attention: 0.7 us of small kernels that
 SMALL_KERNELS_PASSES does not have, and 0.9 of no kernel (PROMPT_LEDGER, 8192 tokens). That slices share it is
@@ -101,12 +102,13 @@ FRONT_END_TOKEN_US = ((128, 40.0), (512, 60.0))
 that it answers, so many us. That is the median time between two tokens of a request over the clients, where they waited
 for it. With 512 it is 43 us on one host (slices with whole experts in LAYOUTS) and 88 on another
 (benchmarks/records/2026-11-27_h100_x2_layouts_tp2.json), and this is about their geometric mean; eleven other starts
-lie between. With 128 it is 40 us on a host that took 67 of 512 (benchmarks/records/2026-11-28_h200_front_end.json).
-vLLM starts one such process, or as many as a server has copies on a machine (--api-server-count)."""
+lie between. With 128 it is 40 us on a host that took 67 of 512 (benchmarks/records/2026-11-28_h200_front_end.json),
+the least that was seen: 45 and 64 on others. vLLM starts one such process, or as many as a server has copies on a
+machine (--api-server-count)."""
 FRONT_END_BUSY = 0.45
-"""Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Hosts take up
-to 1.5 times FRONT_END_TOKEN_US. With slices on four H100 and 128 clients one would be busy for 0.39 of a step, and four
-had 8 % more tokens/s
+"""Chosen: the share of a decode step that an API server may be busy before a plan starts more of them. Hosts took up to
+1.5 times FRONT_END_TOKEN_US of 512 clients and 1.6 times that of 128. With slices on four H100 and 128 clients one is
+busy for 0.49 of a step by the model, and four had 8 % more tokens/s
 (benchmarks/records/2026-11-26_h100_x4_layouts.json)."""
 MOST_API_SERVERS = 4
 """Chosen: the most that a plan gives a server with fewer copies; more were not measured."""

@@ -16,9 +16,8 @@ def token_us(known: FrontEnd, clients: float) -> Quantity:
         known: what is known of the machine's.
         clients: that it answers at once.
     """
-    constant = modelled_token_us(clients)
-    found = known.of_clients(clients, unknown_us=constant)
-    return found or Quantity(constant, "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
+    found = known.of_clients(clients, modelled_token_us)
+    return found or Quantity(modelled_token_us(clients), "us", Source.MODELLED, f"as in {fitted.LAYOUTS}")
 
 
 def modelled_token_us(clients: float) -> float:

@@ -56,6 +56,10 @@ class Prediction:
     """Of a step of decoding, that each of them is busy; 1: the step is as long as they take."""
     front_end_us: Quantity
     """What one takes for a token that answers all requests of an engine."""
+    own_front_end_share: float
+    """Of a step of decoding, that each would be busy where vLLM itself sets their number: one for each engine. Above 1
+    it would make the step longer.
+    """
     parts: dict[str, Quantity]
     """The time of a step of decoding by parts, in us; what its tokens wait for the API server is one."""
 
@@ -147,6 +151,7 @@ def predict(
         api_servers=api_servers,
         front_end_share=times.front_end_share,
         front_end_us=loop.token_us(1),
+        own_front_end_share=loop.front_end_share(1),
         parts=loop.model.parts(loop.decoding) | ({FRONT_END: waits} if waits.value > 0 else {}),
     )
 
@@ -231,11 +236,20 @@ class _Loop:
         vLLM starts one for each copy. Where a plan may start more, it is the fewest that are busy for at most
         `FRONT_END_BUSY` of a decode step.
         """
-        layout, question = self.model.layout, self._question
+        layout = self.model.layout
         copies = layout.data_parallel_size
-        sending_us = question.processes * self.token_us(1).value * self._decoding_at_once * copies
-        enough = math.ceil(sending_us / (fitted.FRONT_END_BUSY * self._write_us))
-        return min(max(copies, enough), api_servers_at_most(question, layout))
+        most = api_servers_at_most(self._question, layout)
+        enough = (
+            count for count in range(copies, most) if self.front_end_share(count / copies) <= fitted.FRONT_END_BUSY
+        )
+        return next(enough, most)
+
+    def front_end_share(self, front_ends: float) -> float:
+        """Return the share of a step of decoding that each of so many processes of an engine is busy, or would be."""
+        return self._sending_us(front_ends) / self._write_us
+
+    def _sending_us(self, front_ends: float) -> float:
+        return self._question.processes * self.token_us(front_ends).value * self._decoding_at_once / front_ends
 
     def token_us(self, front_ends: float) -> Quantity:
         """Return what a process takes for a token where so many of an engine send them out."""
@@ -245,7 +259,7 @@ class _Loop:
         """Return the times where so many processes of an engine take requests in and send tokens out."""
         question, layout, read = self._question, self.model.layout, self._read
         prompt, answer = question.input_tokens, question.output_tokens
-        sending_us = question.processes * self.token_us(front_ends).value * self._decoding_at_once / front_ends
+        sending_us = self._sending_us(front_ends)
         reading_us = question.reader_token_us * self._decoding_at_once * layout.num_engines
         write_us = max(self._write_us, sending_us, reading_us)
         taking_us = fitted.FRONT_END_REQUEST_US + fitted.FRONT_END_PROMPT_TOKEN_US * prompt

@@ -70,8 +70,7 @@ class Scheduler(OptimizationPass):
 def _front_end(ctx: PlanContext, api_servers: int) -> str:
     if not api_servers or ctx.layout_choice is None:
         return ""
-    choice = ctx.layout_choice
-    own_share = choice.estimate.front_end_share * api_servers / choice.layout.data_parallel_size
+    own_share = ctx.layout_choice.own_front_end_share or 0.0
     why = f"vLLM's own number would be busy for more than {FRONT_END_BUSY:.0%} of a decode step"
     if own_share <= FRONT_END_BUSY:
         why = "with vLLM's own number the limits are not kept"

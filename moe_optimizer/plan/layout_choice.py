@@ -76,6 +76,10 @@ class LayoutChoice:
     """What an API server takes for a token that answers all requests of an engine of the chosen layout; None in plans
     of earlier versions.
     """
+    own_front_end_share: float | None = None
+    """Of a decode step of the chosen layout, that each API server would be busy where vLLM itself sets their number;
+    None in plans of earlier versions.
+    """
     other: OtherEstimate | None = None
 
     @property

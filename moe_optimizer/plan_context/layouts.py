@@ -87,6 +87,7 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
         estimates=(_estimate(prediction, ""), *choice.estimates[1:]),
         parts_us=_parts_us(prediction),
         front_end_us=prediction.front_end_us,
+        own_front_end_share=_rounded(prediction.own_front_end_share),
     )
 
 
@@ -130,6 +131,7 @@ def _choice(ctx: PlanContext, ranking: Ranking, *, pinned: str) -> LayoutChoice:
         num_layouts=len(ordered) + len(ranking.do_not_fit),
         parts_us=_parts_us(chosen),
         front_end_us=chosen.front_end_us,
+        own_front_end_share=_rounded(chosen.own_front_end_share),
     )
 
 

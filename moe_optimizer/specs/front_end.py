@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_optimizer.specs.quantity import Quantity, Source
@@ -32,23 +33,24 @@ class FrontEnd:
     times: tuple[FrontEndTime, ...] = ()
     """Ascending in `clients`, at most one for each number of them."""
 
-    def of_clients(self, clients: float, *, unknown_us: float) -> Quantity | None:
+    def of_clients(self, clients: float, modelled: Callable[[float], float]) -> Quantity | None:
         """Return the time of a token in us where an API server answers so many clients; None: no load tells it.
 
-        Between two loads it grows with the logarithm of the clients, below the first from `unknown_us` of a quarter of
-        its clients on. Above the last it is the last one's.
+        What is found is a ratio to what counts where nothing is known. Between two loads it follows the logarithm of
+        the clients, below the first one it comes from 1 at a quarter of its clients; above the last it is the last
+        one's.
 
         Args:
             clients: of each API server.
-            unknown_us: what counts where nothing is known.
+            modelled: what counts where nothing is known, in us, of so many clients.
         """
         if not self.times or _FEWER * clients <= self.times[0].clients:
             return None
-        at = bisect.bisect_left([each.clients for each in self.times], clients)
-        above = self.times[min(at, len(self.times) - 1)]
-        low, low_us = above.clients / _FEWER, min(unknown_us, above.us_per_token)
-        if at:
-            low, low_us = self.times[at - 1].clients, self.times[at - 1].us_per_token
-        share = math.log(clients / low) / math.log(above.clients / low) if low < clients < above.clients else 1.0
-        us = low_us + share * (above.us_per_token - low_us)
-        return Quantity(us, "us", Source.MEASURED, f"{above.found}, {above.clients} clients")
+        ratios = [(each.clients, each.us_per_token / modelled(each.clients)) for each in self.times]
+        points = [(self.times[0].clients / _FEWER, 1.0), *ratios]
+        at = min(bisect.bisect_left([many for many, _ in points], clients), len(points) - 1)
+        (low, low_ratio), (high, high_ratio) = points[at - 1], points[at]
+        share = min(1.0, math.log(clients / low) / math.log(high / low))
+        ratio = low_ratio + share * (high_ratio - low_ratio)
+        told = self.times[at - 1]
+        return Quantity(modelled(clients) * ratio, "us", Source.MEASURED, f"{told.found}, {told.clients} clients")

@@ -21,10 +21,17 @@ def test_as_modelled_it_grows_with_the_logarithm_of_the_clients_between_two_numb
     assert [modelled_token_us(clients) for clients in (1, FEW, MANY, 8 * MANY)] == [FEW_US, FEW_US, MANY_US, MANY_US]
 
 
-@given(st.floats(0.01, 1e5), st.floats(1, 100), st.floats(1, 1000), st.integers(1, 5000))
-def test_more_clients_take_no_less_for_a_token_where_a_slow_host_is_known_too(clients, more, us, known):
-    for end in (NOTHING, FrontEnd(times=(FrontEndTime(clients=known, us_per_token=MANY_US + us, found="a test"),))):
+@given(st.floats(0.01, 1e5), st.floats(1, 100), st.floats(1, 25), st.integers(1, 5000))
+def test_more_clients_take_no_less_for_a_token_where_a_slow_host_is_known_too(clients, more, slower, known):
+    time = FrontEndTime(clients=known, us_per_token=slower * modelled_token_us(known), found="a test")
+    for end in (NOTHING, FrontEnd(times=(time,))):
         assert token_us(end, more * clients).value >= token_us(end, clients).value * (1 - 1e-9)
+
+
+@given(st.floats(1, 5000), st.floats(0.2, 5), st.integers(1, 5000))
+def test_what_is_known_of_a_host_brings_no_jump(clients, ratio, known):
+    end = FrontEnd(times=(FrontEndTime(clients=known, us_per_token=ratio * modelled_token_us(known), found="a test"),))
+    assert token_us(end, 1.001 * clients).value == pytest.approx(token_us(end, clients).value, rel=0.01)
 
 
 def test_what_the_machine_told_counts_in_place_of_the_model():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
+from moe_optimizer.layouts.constants import FRONT_END_BUSY, MOST_API_SERVERS
 from moe_optimizer.layouts.front_end import modelled_token_us
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.search import Limits, ordered, rank, why_behind
@@ -40,6 +41,8 @@ def test_more_gpus_never_predict_less_throughput_at_equal_limits(model, count, c
     ]
     if found[0]:
         assert found[1]
+    # Prefill and decode apart come last, however fast: with one GPU more another layout may keep the limits.
+    if found[0] and not found[0][0].layout.disaggregated:
         # Differences of a hundredth count as none.
         assert as_counted(found[1][0]) >= 0.985 * as_counted(found[0][0])
 
@@ -360,7 +363,7 @@ def with_front_ends(layout: Layout, **changes: Any) -> Prediction:
 
 
 def taking(us: float, clients: int = 1) -> FrontEnd:
-    """Return API servers that take so long for a token of so many clients or more."""
+    """Return API servers that were found to take so long for a token of so many clients."""
     return FrontEnd(times=(FrontEndTime(clients=clients, us_per_token=us, found="a test"),))
 
 
@@ -379,9 +382,10 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
 
 def test_tokens_wait_longer_for_a_slower_api_server():
     layout = Layout(tensor_parallel_size=8)
-    rates = [with_front_ends(layout, front_end=taking(us)).tokens_per_s for us in (modelled_token_us(1024), 88.0)]
+    known = [taking(us, clients=1024) for us in (modelled_token_us(1024), 88.0)]
+    rates = [with_front_ends(layout, front_end=each).tokens_per_s for each in known]
     assert rates[0] == with_front_ends(layout).tokens_per_s
-    assert rates[1] < 0.85 * rates[0]
+    assert rates[1] < 0.83 * rates[0]
 
 
 def test_what_an_api_server_takes_of_many_clients_counts_where_each_answers_as_many():
@@ -401,6 +405,21 @@ def test_a_slower_api_server_never_gives_more_tokens_per_second(us, more, client
         assert slow.tokens_per_s <= fast.tokens_per_s * (1 + 1e-9)
 
 
+@given(tensor=st.sampled_from([2, 4, 8]), clients=st.integers(1, 2048), hardware=st.sampled_from(["h100_sxm", "h200"]))
+@settings(max_examples=30)
+def test_a_plan_starts_the_fewest_api_servers_that_are_not_too_busy(tensor, clients, hardware):
+    layout = Layout(tensor_parallel_size=tensor)
+    asked = question(gpus=8, hardware=hardware, clients=clients, more_api_servers=True)
+
+    def busy(count: int | None) -> Prediction:
+        return predict(dataclasses.replace(asked, api_servers=count), layout, memory_of(asked, layout))
+
+    planned = busy(None)
+    assert planned.api_servers == MOST_API_SERVERS or planned.front_end_share <= FRONT_END_BUSY
+    assert planned.api_servers == 1 or busy(planned.api_servers - 1).front_end_share > FRONT_END_BUSY
+    assert (planned.own_front_end_share > FRONT_END_BUSY) == (planned.api_servers > 1)
+
+
 @pytest.mark.parametrize("layout", [Layout(tensor_parallel_size=8), Layout(data_parallel_size=8, expert_parallel=True)])
 def test_more_api_servers_never_make_a_layout_slower_and_change_little_for_few_clients(layout):
     rates = [with_front_ends(layout, api_servers=count).tokens_per_s for count in (8, 16, 32)]
@@ -415,7 +434,7 @@ def test_more_api_servers_never_make_a_layout_slower_and_change_little_for_few_c
 
 def test_requests_that_come_all_at_once_wait_for_the_reading_of_each_other_and_write_faster():
     layout = Layout(tensor_parallel_size=2)
-    asked = question(mixtral_8x7b(), gpus=2, clients=512, processes=False)
+    asked = question(mixtral_8x7b(), gpus=2, clients=512, api_servers=4)
     loop, burst = (
         predict(dataclasses.replace(asked, rounds=rounds), layout, memory_of(asked, layout)) for rounds in (None, 1)
     )

@@ -56,7 +56,7 @@ def test_the_page_on_layouts_states_these_errors_and_those_with_what_is_left_out
 
 def test_the_page_on_layouts_states_the_errors_with_what_another_load_of_the_host_told():
     plain, known = zip(*predicted_loads.told(), strict=True)
-    assert len(plain) >= 7
+    assert len(plain) >= 5
     page = (model_error.PAGE.parent / "layout_accuracy.md").read_text(encoding="utf-8").replace("\n", " ")
     means, furthest = (
         [
@@ -68,6 +68,15 @@ def test_the_page_on_layouts_states_the_errors_with_what_another_load_of_the_hos
     )
     assert "within {} % of TPOT and {} % of tokens/s, with the model's own within {} and {}".format(*furthest) in page
     assert "on average {} and {} % in place of {} and {}".format(*means) in page
+
+
+def test_the_page_on_layouts_states_how_busy_an_api_server_is_where_four_were_tried(cases):
+    (one,) = [
+        case for case in cases
+        if (case.load.record, case.load.served_as, case.load.clients) == ("2026-11-26_h100_x4_layouts", "tp4", 128)
+    ]  # fmt: skip
+    page = (model_error.PAGE.parent / "layouts.md").read_text(encoding="utf-8")
+    assert f"with 128 clients one is busy for {one.prediction.front_end_share:.2f} of a step by the model" in page
 
 
 def rates_of(group: Iterable[Any]) -> list[float]:

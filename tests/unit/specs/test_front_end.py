@@ -18,7 +18,7 @@ KNOWN = FrontEnd(
 
 
 def us_of(clients: float, known: FrontEnd = KNOWN) -> float | None:
-    time = known.of_clients(clients, unknown_us=30.0)
+    time = known.of_clients(clients, lambda _: 30.0)
     assert time is None or (time.unit, time.source) == ("us", Source.MEASURED)
     return None if time is None else time.value
 
@@ -36,9 +36,20 @@ def test_below_the_first_load_it_falls_to_what_counts_where_nothing_is_known():
     assert us_of(512, FrontEnd()) is None
 
 
-def test_what_is_less_than_where_nothing_is_known_stays_so_down_to_a_quarter():
+def test_a_fast_host_comes_to_what_it_takes_from_where_nothing_is_known():
     fast = FrontEnd(times=(FrontEndTime(clients=512, us_per_token=20.0, found=""),))
-    assert [us_of(clients, fast) for clients in (128, 129, 512)] == [None, 20.0, 20.0]
+    assert us_of(128, fast) is None
+    assert [us_of(clients, fast) for clients in (128.1, 256, 512, 2048)] == pytest.approx([30, 25, 20, 20], rel=1e-3)
+
+
+def test_beyond_its_loads_a_host_is_as_much_slower_or_faster_as_under_the_last_one():
+    def modelled(clients: float) -> float:
+        return 40.0 if clients <= 128 else 60.0
+
+    known = FrontEnd(times=(FrontEndTime(clients=128, us_per_token=50.0, found=""),))
+    time = known.of_clients(512, modelled)
+    assert time is not None
+    assert time.value == pytest.approx(75.0)
 
 
 @given(st.integers(1, 5000), st.floats(1, 500), st.floats(1, 4096), st.floats(1, 4))
@@ -49,6 +60,6 @@ def test_more_clients_never_take_less_for_a_token_by_one_load(known: int, us: fl
 
 
 def test_who_found_it_under_which_load_is_said():
-    known = KNOWN.of_clients(300, unknown_us=44.0)
+    known = KNOWN.of_clients(300, lambda _: 44.0)
     assert known is not None
     assert known.ref == "`bench`, 2026-11-28, 512 clients"
