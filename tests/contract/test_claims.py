@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.claims import fewer_bytes, kernel_speeds, kernels, pages, passes, readme
+from benchmarks.claims import fewer_bytes, gpt_oss, kernel_speeds, kernels, pages, passes, readme
 from benchmarks.claims.claim import RECORDS, ROOT, Claim, Table, read
 from benchmarks.claims.not_measured import NOT_MEASURED, SUMMED_UP
 
@@ -15,6 +15,7 @@ CLAIMS: list[Claim | Table] = [
     *readme.CLAIMS,
     *kernel_speeds.CLAIMS,
     *kernels.CLAIMS,
+    *gpt_oss.CLAIMS,
     *fewer_bytes.CLAIMS,
     *passes.CLAIMS,
     *pages.CLAIMS,

@@ -382,10 +382,11 @@ def test_one_process_that_sends_tokens_out_bounds_slices_before_copies_that_have
 
 def test_tokens_wait_longer_for_a_slower_api_server():
     layout = Layout(tensor_parallel_size=8)
-    known = [taking(us, clients=1024) for us in (modelled_token_us(1024), 88.0)]
+    known = [taking(slower * modelled_token_us(1024), clients=1024) for slower in (1, 2)]
     rates = [with_front_ends(layout, front_end=each).tokens_per_s for each in known]
     assert rates[0] == with_front_ends(layout).tokens_per_s
-    assert rates[1] < 0.83 * rates[0]
+    # Requests are taken in as fast as by the other.
+    assert rates[1] < 0.66 * rates[0]
 
 
 def test_what_an_api_server_takes_of_many_clients_counts_where_each_answers_as_many():
