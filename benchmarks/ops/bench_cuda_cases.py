@@ -211,6 +211,22 @@ def padded_mxfp4(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def padded_gate_up_in_turn(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """w13, whose gate and up rows are in turn, w2 and their exponents with zeros up to whole 64 of I, as vLLM pads
+    MXFP4 for triton_kernels.
+    """
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    more = -(2 * weights.w2.shape[2]) % 64
+    pad = torch.nn.functional.pad
+    return (
+        pad(weights.w13, (0, 0, 0, 2 * more)),
+        pad(weights.w2, (0, more // 2)),
+        pad(weights.w13_scale, (0, 0, 0, 2 * more)),
+        pad(weights.w2_scale, (0, more // 32)),
+    )
+
+
 def int4_values(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The weights [E, N, K] in FP32, which holds them exactly."""
     values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).float().unflatten(-1, (scale.shape[-1], -1))

@@ -9,7 +9,16 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from bench_cuda_cases import Shape, Tokens, Weights, int4_values, is_int4, padded_mxfp4, problem_of
+from bench_cuda_cases import (
+    Shape,
+    Tokens,
+    Weights,
+    int4_values,
+    is_int4,
+    padded_gate_up_in_turn,
+    padded_mxfp4,
+    problem_of,
+)
 
 from moe_optimizer.ops import cuda_dispatch, reference
 from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, candidate_variants, choose_variant
@@ -237,8 +246,9 @@ class TritonKernels:
         """As vLLM's `convert_to_mxfp4_moe_kernel_format` has them."""
         found = getattr(weights, "_triton_kernels", None)
         if found is None:
+            w13, w2, w13_scale, w2_scale = padded_gate_up_in_turn(weights)
             codes, scales = [], []
-            for weight, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
+            for weight, scale in ((w13, w13_scale), (w2, w2_scale)):
                 swizzled, flex, of_groups = self._swizzle(weight, scale)
                 codes.append(swizzled)
                 scales.append(self._precision(weight_scale=of_groups, flex_ctx=self._flex(rhs_data=flex)))

@@ -1,4 +1,4 @@
-"""Weights of experts as vLLM pads them for Marlin; its kernels need a GPU."""
+"""Weights of experts as vLLM pads them for its kernels, which need a GPU."""
 
 from __future__ import annotations
 
@@ -40,6 +40,32 @@ def test_padded_mxfp4_experts_have_zeros_around_the_same_gate_up_and_down() -> N
             rows, columns = inner.shape
             assert torch.equal(whole[:rows, :columns], inner)
             assert whole.count_nonzero() == inner.count_nonzero()
+
+
+def test_slices_of_gpt_oss_have_zeros_up_to_the_64_columns_that_triton_kernels_take() -> None:
+    from bench_cuda_cases import Weights, padded_gate_up_in_turn
+
+    experts, hidden, width = 2, 64, 96
+    g = torch.Generator().manual_seed(0)
+
+    def parts(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
+        return codes, torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=g)
+
+    (w13, w13_scale), (w2, w2_scale) = parts(2 * width, hidden), parts(hidden, width)
+    padded_w13, padded_w2, padded_w13_scale, padded_w2_scale = padded_gate_up_in_turn(
+        Weights(w13, w2, w13_scale, w2_scale)
+    )
+    assert padded_w2.shape == (experts, hidden, 128 // 2)
+    for expert in range(experts):
+        both = dequantize(padded_w13, padded_w13_scale, expert, torch.float32).unflatten(0, (-1, 2))
+        pairs = dequantize(w13, w13_scale, expert, torch.float32).unflatten(0, (-1, 2))
+        assert both.shape == (128, 2, hidden)
+        assert torch.equal(both[:width], pairs)
+        assert not both[width:].any()
+        down = dequantize(padded_w2, padded_w2_scale, expert, torch.float32)
+        assert torch.equal(down[:, :width], dequantize(w2, w2_scale, expert, torch.float32))
+        assert not down[:, width:].any()
 
 
 def test_int4_of_gpt_oss_is_not_for_marlin_and_its_mxfp4_is() -> None:
