@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, help="for logs and samples (default: a temporary folder)")
     parser.add_argument("--total-s", type=float, default=560.0, help="no bench begins after so long")
     options = parser.parse_args(words[:at])
+    if options.repetitions < 2:
+        parser.error(f"--repetitions: got {options.repetitions}, expected 2 or more: `bench` takes no fewer")
     end = time.monotonic() + options.total_s
     record: dict[str, Any] = {
         **head(

@@ -8,8 +8,13 @@ with that, row by row. The warm-up replays most graphs before the server is read
 request first uses them.
 
 The ranks of a model replay the same graphs in the same order and wait for each other in every layer. So with several
-of them how often a step is computed depends on the graph alone, and never on what a rank finds: twice beside the first
-replay, for what two runs differ by, and once beside the second. One rank stops at a replay that is right.
+of them how often a step is computed depends on the graph alone, and never on what a rank finds: twice beside each
+replay, for what two runs differ by. One rank stops at a replay that is right.
+
+Runs do differ where a graph is larger than its step. Nothing defines what the rows behind the step's hold, and they
+choose experts too; our kernel for few tokens cuts the sum of a token's experts by how many experts the step has, so the
+last bits of all rows depend on all. Behind ten layers that is a hundredth of a row, and rows differ in one run and not
+in the next (seen with gpt-oss's layers on an H200, with 3 rows in 4 and 5 to 7 in 8).
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ _TOLERANCE = 1e-3
 """Chosen: relative difference of a row of hidden states, in the middle of the rows. The kernels are the same, so right
 graphs differ by nothing, or by what two runs without a graph differ by."""
 _NOISE = 4.0
-"""Chosen: a graph must differ by so many times what two runs without it do, in each of the replays compared."""
+"""Chosen: a graph must differ by so many times what the row that differs most does in two runs without it, in each of
+the replays compared."""
+_WRONG = 0.5
+"""Chosen: no rounding changes half of the rows by so much, whatever one row does whose experts are others."""
 
 
 @dataclass(slots=True)
@@ -43,7 +51,7 @@ class _Compared:
     """What is known of one graph."""
 
     noise: float = 0.0
-    """By how much two runs without it differ."""
+    """By how much two runs without it differ at most, in the row that differs most."""
     settled: bool = False
     """Whether a replay was right, and no other rank waits for more."""
     differences: list[float] = field(default_factory=list)
@@ -57,7 +65,7 @@ class _Compared:
     @property
     def wrong(self) -> bool:
         """Whether every replay was off."""
-        return all(each > max(_TOLERANCE, _NOISE * self.noise) for each in self.differences)
+        return all(each > max(_TOLERANCE, min(_NOISE * self.noise, _WRONG)) for each in self.differences)
 
     @property
     def passed(self) -> bool:
@@ -222,10 +230,10 @@ class GraphCheck:
         try:
             with self._session.not_counting():
                 computed = _hidden(plain())[: self._rows].clone()
-                difference = _difference(kept, computed)
+                difference = _differences(kept, computed)[0]
                 seen.settled = self._alone and difference <= _TOLERANCE
-                if not seen.differences and not seen.settled:
-                    seen.noise = _difference(_hidden(plain())[: self._rows], computed)
+                if not seen.settled:
+                    seen.noise = max(seen.noise, _differences(_hidden(plain())[: self._rows], computed)[1])
         except (AttributeError, TypeError) as error:
             self._armed, self._why_not = False, described(error)
             self._say(f"vLLM's graphs not compared: {self._why_not}")
@@ -285,23 +293,24 @@ def _hidden(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the relative difference of two times the same rows [tokens, H], in the middle of the rows.
+def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """Return the relative difference of two times the same rows [tokens, H]: in the middle of the rows, and the largest.
 
     Infinite where only `one` has numbers that are not finite; not a number where `other` has them: it says nothing.
     """
     if not bool(torch.isfinite(other).all()):
-        return math.nan
+        return math.nan, math.nan
     if not bool(torch.isfinite(one).all()):
-        return math.inf
+        return math.inf, math.inf
     sizes = other.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((one.float() - other.float()).norm(dim=-1) / sizes).median())
+    of_rows = (one.float() - other.float()).norm(dim=-1) / sizes
+    return float(of_rows.median()), float(of_rows.max())
 
 
 def _found(graph: Any, seen: _Compared, difference: float) -> str:
     return (
         f"vLLM's graph of {_tokens(graph)} tokens ({_mode(graph)}) gives other hidden states than the same step "
-        f"without it, off by {difference:.2g} of their size; two steps without it by {seen.noise:.2g}"
+        f"without it, off by {difference:.2g} of their size; two steps without it by {seen.noise:.2g} at most"
     )
 
 
