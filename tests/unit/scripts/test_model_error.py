@@ -287,6 +287,7 @@ def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_mode
         "2026-11-26_h200_stock_bf16",
         "2026-11-26_h200_verify_two_drafts",
         "2026-11-28_h200_four_bit_beside_bf16",
+        "2026-11-29_h200_four_bit_api_servers",
         "2026-11-28_h200_four_bit_beside_gptq",
         "2026-11-28_h200_gpt_oss_experts_served",
         "2026-11-28_h200_gpt_oss_experts_served_again",
