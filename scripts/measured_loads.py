@@ -207,7 +207,11 @@ def _beside_load(stem: str, name: str, load: Any, lengths: tuple[int, int], *, s
         max_running=int(arguments.values["--max-num-seqs"]),
         # The plan captures each size of a step with prompts that would wait for its launches.
         prompt_graphs=captured > CAPTURED_TOKENS,
-        fused_router_tokens=decided["flash_dmoe"]["params"]["fused_router"] if "flash_dmoe" in decided else 0,
+        # Plans had it for gpt-oss too until 2026-11-29, whose model multiplies its gate itself.
+        fused_router_tokens=0
+        if "flash_dmoe" not in decided or stored == "MXFP4"
+        else decided["flash_dmoe"]["params"]["fused_router"],
+        api_servers=arguments.count(_API_SERVERS),
     )
 
 

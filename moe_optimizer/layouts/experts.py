@@ -38,7 +38,7 @@ class ExpertTimes:
     table: KernelSpeeds | None
     """Of exactly this shape."""
     related: ExpertTimes | None
-    """The same layer undivided, or in the widest slices that a table has: the model is scaled to it."""
+    """The same layer in the slices of a table that are next to these in width: the model is scaled to it."""
     ours: bool
     shares: tuple[float, ...] = ()
     """Of the tokens, that each expert takes by the measured load, the busiest first; (): all take as many."""
@@ -185,12 +185,13 @@ def _shape(question: LayoutQuestion, layout: Layout) -> LayerShape:
 
 
 def _related(question: LayoutQuestion, shape: LayerShape, *, ours: bool) -> ExpertTimes | None:
-    """Return the layer with all experts in the widest slices that a table has."""
+    """Return the layer with all experts in the slices that are next to these in width, of those that a table has."""
     model = question.model
-    for slices in range(1, _MOST_SLICES + 1):
-        width, rest = divmod(model.moe_intermediate_size, slices)
+    whole = model.moe_intermediate_size
+    widths = [whole // slices for slices in range(1, _MOST_SLICES + 1) if whole % slices == 0]
+    for width in sorted(widths, key=lambda width: abs(math.log(max(1, width) / shape.intermediate_size))):
         wide = replace(shape, intermediate_size=width, num_experts=model.num_experts)
-        table = None if rest else _table(question, wide)
+        table = _table(question, wide)
         if table is not None:
             return ExpertTimes(question, wide, 1, 1.0, table, None, ours)
     return None

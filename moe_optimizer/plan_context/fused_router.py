@@ -7,11 +7,17 @@ from moe_optimizer.plan_context.context import PlanContext
 OP = "gate_topk"
 MAX_TOKENS = 8
 """Of the kernel (csrc/include/moeopt/gate_topk.cuh)."""
+_HANDED_OVER = ("qwen3_moe",)
+"""Model types whose gate vLLM 0.26 hands to its MoE layer, and multiplies with nothing else there. Others with experts
+that our kernels compute multiply it themselves, as Mixtral and gpt-oss do, or with a shared expert's gate.
+"""
 
 
 def fused_router_tokens(ctx: PlanContext) -> int:
     """Return up to how many tokens a step of a server on one GPU has that launch, where our expert kernels compute; 0:
-    none has, by the profile or by what is built.
+    none has, by the profile, the model or what is built.
     """
-    off = ctx.profile.passes.flash_dmoe.fused_router == "off"
-    return 0 if off or OP not in ctx.software.kernels.cuda_ops else MAX_TOKENS
+    setting = ctx.profile.passes.flash_dmoe.fused_router
+    if setting == "off" or OP not in ctx.software.kernels.cuda_ops:
+        return 0
+    return MAX_TOKENS if setting == "on" or ctx.model.model_type in _HANDED_OVER else 0

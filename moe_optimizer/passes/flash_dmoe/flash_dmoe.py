@@ -37,7 +37,7 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_not_built,
 )
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenRange, fastest_ranges, never_slower
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenRange, TokenSpeeds, fastest_ranges, never_slower
 
 _ASK_FOR_OURS = "--enable-flash-dmoe takes ours"
 _IN_WORDS = {MXFP4: "gpt-oss's experts", INT4: "the INT4 experts"}
@@ -45,15 +45,6 @@ _STOCK_READS = {
     MXFP4: "vLLM's own kernels compute gpt-oss's experts (triton_kernels, which it brings along)",
     INT4: "vLLM's own kernels compute the INT4 experts (Marlin, or Humming where its package is there)",
 }
-_REFUSED = (
-    "one of two servers with them and weights of a trained model's size was refused on an H200: vLLM's graph of 8 "
-    "tokens gave other hidden states than the same step without it, and nothing else reads the weights then"
-)
-"""Of gpt-oss, whose layer alone is right. The cause is open. Weights near zero hide such a difference."""
-_SERVERS = (
-    "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served.json",
-    "benchmarks/records/2026-11-28_h200_gpt_oss_experts_served_again.json",
-)
 _AMX = "amx_tile"
 _CALIBRATE_HINT = "`moe-optimizer serve` without `--calibrate 0`, or `moe-optimizer measure speeds`, measures it"
 
@@ -174,16 +165,11 @@ class FlashDmoe(OptimizationPass):
         four_bits, weights = stored_four_bits(ctx.model), stored_weights(ctx)[0]
         table, ranges, measured = _ours_alone(ctx)
         evidence = () if table is None else (table.source,)
-        faster = (
-            four_bits == INT4
-            and table is not None
-            and peers.never_slower_than(
-                lambda row: min(row.ours_us.values()), peers.of_backend(table.backend), table.rows
-            )
+        faster = table is not None and peers.never_slower_than(
+            _fastest_of_ours, peers.of_backend(table.backend), table.rows
         )
         if not faster and ctx.wish(self.name)[0] is not Wish.ON:
-            why = _why_not_as_stored(four_bits, table, measured)
-            evidence += _SERVERS if four_bits == MXFP4 else ()
+            why = _why_not_as_stored(table, measured)
             return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)
         return self.decision(
             ctx,
@@ -192,9 +178,7 @@ class FlashDmoe(OptimizationPass):
             f"read {_IN_WORDS[four_bits]} as the checkpoint stores them, in place of vLLM's kernels; {measured}",
             Applier.PLUGIN,
             evidence=evidence,
-            gain=speeds.gain_over_stock(table, lambda row: min(row.ours_us.values()), ctx.workload.batch_size)
-            if table
-            else None,
+            gain=speeds.gain_over_stock(table, _fastest_of_ours, ctx.workload.batch_size) if table else None,
             no_gain="ours and vLLM's kernels are not measured side by side on such experts",
             params=FlashDmoeParams(kernel="cuda", measure=(), dispatch={weights: ranges}),
         )
@@ -275,7 +259,9 @@ class FlashDmoe(OptimizationPass):
 
 
 def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange, ...], str]:
-    """Return the table of experts that our kernels alone read, which of them for how many tokens, and why in words."""
+    """Return the table of experts that our kernels alone read, with those that the profile allows, which of them for
+    how many tokens, and why in words.
+    """
     table, shape, weights = table_of_ours_alone(ctx), layer_shape(ctx), stored_weights(ctx)[0]
     rounded = weights == MXFP4 and ctx.profile.passes.four_bit.activations == "fp8"
     from_tokens = speeds.rounded_from(shape.num_global_experts, shape.top_k) if rounded else None
@@ -283,23 +269,27 @@ def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange
         by_arithmetic = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
         ranges = speeds.unmeasured(weights, rounded_from=from_tokens)
         return None, ranges, f"{by_arithmetic}{speeds.rounding_in_words(ranges)}"
-    rows = table.rows if rounded else speeds.without_rounded(table.rows)
-    ranges = fastest_ranges(rows)
+    if not rounded:
+        table = dataclasses.replace(table, rows=speeds.without_rounded(table.rows))
+    ranges = fastest_ranges(table.rows)
     if from_tokens is not None:
         ranges = speeds.with_rounded(ranges, from_tokens)
-    gains = [row.stock_us / min(row.ours_us.values()) for row in rows]
+    gains = [row.stock_us / _fastest_of_ours(row) for row in table.rows]
     rival = "triton_kernels" if has_gpt_oss_experts(ctx.model) else "Marlin"
     against = f"{min(gains):.2f} to {max(gains):.2f} times as fast as vLLM's {rival} on such weights"
     used = f"{speeds.uses_in_words(ranges)}, {against}{speeds.rounding_in_words(ranges)}"
     return table, ranges, f"measured on {table.device}: {used}"
 
 
-def _why_not_as_stored(four_bits: str, table: KernelSpeeds | None, measured: str) -> str:
+def _fastest_of_ours(row: TokenSpeeds) -> float:
+    """Return the time of the fastest of our kernels, in us."""
+    return min(row.ours_us.values())
+
+
+def _why_not_as_stored(table: KernelSpeeds | None, measured: str) -> str:
     """Return why plans leave experts to vLLM that our kernels would read as the checkpoint stores them."""
-    ours = "ours read them as they are stored"
-    if four_bits == MXFP4:
-        return f"{ours}, {measured}; {_REFUSED}" if table else f"{ours}; {_REFUSED}"
     if table is None:
+        ours = "ours read them as they are stored"
         return f"{ours}, and were not measured beside these on such a layer with the kernels of this build"
     return f"{speeds.why_vllms((table,))}, {measured}"
 

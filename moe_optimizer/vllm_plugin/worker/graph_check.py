@@ -294,7 +294,7 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
-    """Return the relative difference of two times the same rows [tokens, H]: in the middle of the rows, and the largest.
+    """Return the relative difference of two times the same rows [tokens, H], in the middle of them and the largest.
 
     Infinite where only `one` has numbers that are not finite; not a number where `other` has them: it says nothing.
     """

@@ -16,7 +16,7 @@ from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRI
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Source
-from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
+from tests.builders import deepseek_v3, expert_load, gpt_oss_120b, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
 from tests.unit.layouts.questions import TABLES, question
 
 ROOT = Path(__file__).parents[3]
@@ -75,6 +75,22 @@ def test_a_modelled_division_of_experts_is_scaled_to_a_measured_one_of_the_same_
     # Every expert is hit, so both read as many bytes: what one was measured to take more than modelled, both do.
     even = dataclasses.replace(experts, imbalance=1.0, num_ranks=1)
     assert even.layer_us(64).value == pytest.approx(slices.layer_us(64).value, rel=0.02)
+
+
+def test_slices_that_were_not_measured_are_scaled_to_those_that_are_next_in_width():
+    """gpt-oss's experts whole and in halves are in the tables of the H200, quarters are not."""
+
+    def quarters_us(*widths: int) -> float:
+        tables = (each for each in TABLES.tables if each.shape.intermediate_size in widths)
+        asked = question(
+            gpt_oss_120b(), gpus=4, hardware="h200", weights="mxfp4", expert_bits=4.25,
+            speeds=SpeedTables(tables=tuple(tables)),
+        )  # fmt: skip
+        times = expert_times(asked, Layout(tensor_parallel_size=4))
+        assert times.table is None
+        return times.layer_us(512).value
+
+    assert quarters_us(2880, 1440) == quarters_us(1440) != quarters_us(2880)
 
 
 PUBLISHED_US = {64: 511, 320: 832, 384: 846, 768: 741}

@@ -302,6 +302,8 @@ def test_of_servers_that_were_loaded_in_turns_those_are_read_whose_load_the_mode
         ("stock, INT4", "marlin"),
         ("ours, MXFP4", "mxfp4+flash_dmoe"),
         ("vllm, MXFP4", "mxfp4"),
+        ("four", "four_bit+fp8+flash_dmoe+kv_cache"),
+        ("one", "four_bit+fp8+flash_dmoe+kv_cache"),
     }
 
 
