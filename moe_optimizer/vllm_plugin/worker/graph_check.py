@@ -8,8 +8,8 @@ with that, row by row. The warm-up replays most graphs before the server is read
 request first uses them.
 
 The ranks of a model replay the same graphs in the same order and wait for each other in every layer. So with several
-of them how often a step is computed depends on the graph alone, and never on what a rank finds: twice beside each
-replay, for what two runs differ by. One rank stops at a replay that is right.
+of them how often a step is computed depends on the graph and on the step's rows alone, and never on what a rank finds:
+twice beside each replay, for what two runs differ by. One rank stops at a replay that is right.
 
 Runs do differ where a graph is larger than its step. Nothing defines what the rows behind the step's hold, and they
 choose experts too; our kernel for few tokens cuts the sum of a token's experts by how many experts the step has, so the
@@ -30,7 +30,7 @@ import torch
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
-from moe_optimizer.proof.record import COMPARED_REPLAYS
+from moe_optimizer.proof.record import COMPARED_REPLAYS, MOST_COMPARED_REPLAYS
 from moe_optimizer.vllm_plugin.experts.canary import failed, our_layers
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captured_graphs
@@ -39,6 +39,8 @@ logger = get_logger(__name__)
 _TOLERANCE = 1e-3
 """Chosen: relative difference of a row of hidden states, in the middle of the rows. The kernels are the same, so right
 graphs differ by nothing, or by what two runs without a graph differ by."""
+_OF_PADDED = 0.05
+"""Chosen: the same where some of the graph's rows are no request's, as no two runs need show what those change."""
 _NOISE = 4.0
 """Chosen: a graph must differ by so many times what the row that differs most does in two runs without it, in each of
 the replays compared."""
@@ -47,25 +49,46 @@ _WRONG = 0.5
 
 
 @dataclass(slots=True)
+class _Replays:
+    """Replays of one graph, beside the same steps without it."""
+
+    tolerance: float
+    noise: float = 0.0
+    """By how much two of those steps differ at most, in the row that differs most."""
+    differences: list[float] = field(default_factory=list)
+    """Of each replay; not a number where the step without the graph gave none."""
+
+    @property
+    def off(self) -> bool:
+        """Whether every replay is off."""
+        return all(each > max(self.tolerance, min(_NOISE * self.noise, _WRONG)) for each in self.differences)
+
+
+@dataclass(slots=True)
 class _Compared:
     """What is known of one graph."""
 
-    noise: float = 0.0
-    """By how much two runs without it differ at most, in the row that differs most."""
+    full: _Replays = field(default_factory=lambda: _Replays(_TOLERANCE))
+    """Those whose rows are all requests'. They tell more, so the others alone end the comparison later."""
+    padded: _Replays = field(default_factory=lambda: _Replays(_OF_PADDED))
     settled: bool = False
     """Whether a replay was right, and no other rank waits for more."""
-    differences: list[float] = field(default_factory=list)
-    """Of each replay from the same step without it; not a number where that step gave none."""
+
+    @property
+    def differences(self) -> list[float]:
+        """Of all replays."""
+        return self.full.differences + self.padded.differences
 
     @property
     def complete(self) -> bool:
         """Whether enough replays were compared."""
-        return self.settled or len(self.differences) == COMPARED_REPLAYS
+        enough = len(self.full.differences) == COMPARED_REPLAYS or len(self.differences) == MOST_COMPARED_REPLAYS
+        return self.settled or enough
 
     @property
     def wrong(self) -> bool:
         """Whether every replay was off."""
-        return all(each > max(_TOLERANCE, min(_NOISE * self.noise, _WRONG)) for each in self.differences)
+        return self.full.off and (self.padded.off or len(self.full.differences) == COMPARED_REPLAYS)
 
     @property
     def passed(self) -> bool:
@@ -225,7 +248,8 @@ class GraphCheck:
         Raises:
             RequiredNotAppliedError: the graph is wrong, in several steps.
         """
-        seen = self._seen(graph)
+        seen, padded = self._seen(graph), self._rows < _tokens(graph)
+        like_it = seen.padded if padded else seen.full
         kept = _hidden(replayed)[: self._rows].clone()
         try:
             with self._session.not_counting():
@@ -233,24 +257,24 @@ class GraphCheck:
                 difference = _differences(kept, computed)[0]
                 seen.settled = self._alone and difference <= _TOLERANCE
                 if not seen.settled:
-                    seen.noise = max(seen.noise, _differences(_hidden(plain())[: self._rows], computed)[1])
+                    like_it.noise = max(like_it.noise, _differences(_hidden(plain())[: self._rows], computed)[1])
         except (AttributeError, TypeError) as error:
             self._armed, self._why_not = False, described(error)
             self._say(f"vLLM's graphs not compared: {self._why_not}")
             return
-        seen.differences.append(difference)
+        like_it.differences.append(difference)
         if difference > _TOLERANCE:
-            rows = f"{self._rows} of them requests'" if self._rows < _tokens(graph) else "all requests'"
-            logger.info("%s; %s", _found(graph, seen, difference), rows)
+            rows = f"{self._rows} of them requests'" if padded else "all requests'"
+            logger.info("%s; %s", _found(graph, like_it.noise, difference), rows)
         if seen.complete and self._ours:
             self._judge(graph, seen)
         elif seen.complete and seen.wrong:
-            logger.warning("vLLM's own kernels: %s", _found(graph, seen, min(seen.differences)))
+            logger.warning("vLLM's own kernels: %s", _of_least(graph, seen))
 
     def _judge(self, graph: Any, seen: _Compared) -> None:
         if seen.wrong:
             self._armed = False
-            raise failed(self._session, self._when, _found(graph, seen, min(seen.differences)))
+            raise failed(self._session, self._when, _of_least(graph, seen))
         passed = [each for each in self._compared.values() if each.passed]
         if not passed:
             self._say("vLLM's graphs not compared: the same steps without them give hidden states that are not numbers")
@@ -307,11 +331,16 @@ def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     return float(of_rows.median()), float(of_rows.max())
 
 
-def _found(graph: Any, seen: _Compared, difference: float) -> str:
+def _found(graph: Any, noise: float, difference: float) -> str:
     return (
         f"vLLM's graph of {_tokens(graph)} tokens ({_mode(graph)}) gives other hidden states than the same step "
-        f"without it, off by {difference:.2g} of their size; two steps without it by {seen.noise:.2g} at most"
+        f"without it, off by {difference:.2g} of their size; two steps without it by {noise:.2g} at most"
     )
+
+
+def _of_least(graph: Any, seen: _Compared) -> str:
+    """Return what was found in the replay that was off least."""
+    return _found(graph, max(seen.full.noise, seen.padded.noise), min(seen.differences))
 
 
 def _mode(graph: Any) -> str:
