@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,7 +15,14 @@ from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUB
 from moe_optimizer.layouts.expert_tiles import L2_BYTES, reads_of_an_expert
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.expert_load import ExpertLoad
-from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, token_ranges
+from moe_optimizer.specs.kernel_speeds import (
+    STOCK,
+    KernelSpeeds,
+    LayerShape,
+    ours_never_slower,
+    rounds_activations,
+    token_ranges,
+)
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -63,10 +70,16 @@ class ExpertTimes:
         Beyond the last number that was measured it grows as modelled. In proportion it would be far too long where a
         table ends early: up to hundreds of tokens the experts' weights are read, however many there are.
         """
-        last = table.rows[-1].tokens
+        last, alone = table.rows[-1].tokens, self.question.expert_bits < _FP8_BITS
         # Above it vLLM's kernel computes; not on weights that only ours read.
-        ours = self.ours and (tokens <= last or self.question.expert_bits < _FP8_BITS)
-        points = _points(table, ours=ours, even=self.question.even_routing)
+        ours = self.ours and (tokens <= last or alone)
+
+        def usable(name: str) -> bool:
+            if name == STOCK or not ours:
+                return name == STOCK and not (ours and alone)
+            return not alone or self.question.rounded_activations or not rounds_activations(name)
+
+        points = _points(table, usable=usable, even=self.question.even_routing)
         source = Source.MEASURED if uneven == 1 and tokens <= last else Source.MODELLED
         us = _interpolated(points, min(tokens, last))
         if tokens > last:
@@ -168,7 +181,10 @@ def ours_up_to(question: LayoutQuestion, layout: Layout) -> int:
 def _ours(question: LayoutQuestion, layout: Layout) -> bool:
     # Chosen: ours run for data parallel copies too, but how fast was not measured, so vLLM's are counted there. With
     # ours the fit would take copies where AIConfigurator gives slices 15 % more.
-    return question.our_kernels and layout.data_parallel_size == 1
+    if not question.our_kernels or layout.data_parallel_size > 1:
+        return False
+    table = _table(question, _shape(question, layout)) if question.ours_where_never_slower else None
+    return not question.ours_where_never_slower or (table is not None and ours_never_slower(table))
 
 
 def _shape(question: LayoutQuestion, layout: Layout) -> LayerShape:
@@ -234,12 +250,12 @@ def _table(question: LayoutQuestion, shape: LayerShape) -> KernelSpeeds | None:
     return found
 
 
-def _points(table: KernelSpeeds, *, ours: bool, even: bool) -> list[tuple[int, float]]:
-    """Return the time of each measured number of tokens: of even routing, or the mean over the routings timed."""
+def _points(table: KernelSpeeds, *, usable: Callable[[str], bool], even: bool) -> list[tuple[int, float]]:
+    """Return the least time of each measured number of tokens: of even routing, or the mean over the routings timed."""
     points = []
     for row in table.rows:
         times = row.even_us if even and row.even_us else {STOCK: row.stock_us, **row.ours_us}
-        points.append((row.tokens, min(times.values()) if ours else times[STOCK]))
+        points.append((row.tokens, min((us for name, us in times.items() if usable(name)), default=row.stock_us)))
     return points
 
 

@@ -58,6 +58,10 @@ class LayoutQuestion:
     speeds: SpeedTables = field(default_factory=SpeedTables)
     our_kernels: bool = False
     """Whether our expert kernels compute where they were measured to be faster."""
+    ours_where_never_slower: bool = False
+    """Of those: only layers in whose table they are so at no number of tokens, as of experts that vLLM repacks."""
+    rounded_activations: bool = False
+    """Whether kernels of ours may round the activations of experts in four bits to E4M3."""
     fused_router_tokens: int = 0
     """Tokens of a step on one GPU up to which one launch of ours multiplies the gate and chooses the experts."""
     load: ExpertLoad | None = None

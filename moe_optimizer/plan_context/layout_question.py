@@ -60,6 +60,8 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         weights=_stored_experts(ctx, converted),
         speeds=ctx.software.kernel_speeds,
         our_kernels=_ours(ctx),
+        ours_where_never_slower=bool(stored_four_bits(ctx.model)) and ctx.wish("flash_dmoe")[0] is not Wish.ON,
+        rounded_activations=ctx.profile.passes.four_bit.activations == "fp8",
         fused_router_tokens=fused_router_tokens(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
@@ -106,9 +108,7 @@ def _stored_experts(ctx: PlanContext, converted: tuple[float, float] | None) -> 
 
 def _ours(ctx: PlanContext) -> bool:
     wish, _ = ctx.wish("flash_dmoe")
-    if wish is Wish.OFF or (stored_four_bits(ctx.model) and wish is not Wish.ON):
-        return False
-    return not why_model_does_not_fit(ctx) and not why_not_built(ctx)
+    return wish is not Wish.OFF and not why_model_does_not_fit(ctx) and not why_not_built(ctx)
 
 
 def _most_servers(ctx: PlanContext) -> int | None:

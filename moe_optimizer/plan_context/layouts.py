@@ -74,8 +74,12 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
     choice = decided.layout_choice
     if choice is None:
         return None
+    question, requests = layout_question(asked), decided.scheduler.max_num_seqs
     question = dataclasses.replace(
-        layout_question(asked), max_running=decided.scheduler.max_num_seqs, api_servers=choice.estimate.api_servers
+        question,
+        memory=dataclasses.replace(question.memory, max_num_seqs=requests),
+        max_running=requests,
+        api_servers=choice.estimate.api_servers,
     )
     request = decided.memory_request(**decided.memory_terms(decided.kv_cache.kv_bits))
     if decided.decided["flash_dmoe"].status is Status.PENDING:

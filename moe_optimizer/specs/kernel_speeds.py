@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,6 +238,23 @@ def never_slower(rows: Sequence[TokenSpeeds], variant: str) -> bool:
     """
     ratios = [row.stock_us / row.ours_us[variant] for row in rows if variant in row.ours_us]
     return len(ratios) == len(rows) > 0 and min(ratios) >= 1 - MARGIN and max(ratios) >= 1 + MARGIN
+
+
+def ours_never_slower(table: KernelSpeeds, *, rounded: bool = False) -> bool:
+    """Return whether the fastest of our kernels can take the place of what vLLM computes a layer with, at every number
+    of tokens: "never slower" as in `never_slower`.
+
+    Args:
+        table: of the layer.
+        rounded: whether those count that round the activations.
+    """
+    ratios = []
+    for row in table.rows:
+        usable = [us for name, us in row.ours_us.items() if rounded or not rounds_activations(name)]
+        own_choice = table.backend not in ("", *STOCK_BACKENDS.values())
+        theirs = row.peers_us.get(table.backend, math.inf) if own_choice else row.stock_us
+        ratios.append(theirs / min(usable, default=math.inf))
+    return bool(ratios) and min(ratios) >= 1 - MARGIN and max(ratios) >= 1 + MARGIN
 
 
 _HASH_DIGITS = 64

@@ -37,7 +37,14 @@ from moe_optimizer.plan_context.expert_kernel import (
     why_not_built,
 )
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, TokenRange, TokenSpeeds, fastest_ranges, never_slower
+from moe_optimizer.specs.kernel_speeds import (
+    KernelSpeeds,
+    TokenRange,
+    TokenSpeeds,
+    fastest_ranges,
+    never_slower,
+    ours_never_slower,
+)
 
 _ASK_FOR_OURS = "--enable-flash-dmoe takes ours"
 _IN_WORDS = {MXFP4: "gpt-oss's experts", INT4: "the INT4 experts"}
@@ -165,9 +172,7 @@ class FlashDmoe(OptimizationPass):
         four_bits, weights = stored_four_bits(ctx.model), stored_weights(ctx)[0]
         table, ranges, measured = _ours_alone(ctx)
         evidence = () if table is None else (table.source,)
-        faster = table is not None and peers.never_slower_than(
-            _fastest_of_ours, peers.of_backend(table.backend), table.rows
-        )
+        faster = table is not None and ours_never_slower(table, rounded=True)
         if not faster and ctx.wish(self.name)[0] is not Wish.ON:
             why = _why_not_as_stored(table, measured)
             return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)

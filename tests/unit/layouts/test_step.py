@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from moe_optimizer.layouts.constants import LEDGER, PROMPT_LEDGER
 from moe_optimizer.layouts.experts import expert_times
 from moe_optimizer.layouts.serving import step_tokens
 from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
-from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.kernel_speeds import SpeedTables, TokenSpeeds
 from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Source
 from tests.builders import deepseek_v3, expert_load, gpt_oss_120b, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
@@ -215,6 +216,30 @@ def test_above_the_table_vllms_kernel_computes_but_not_on_weights_that_only_ours
         assert times.table is not None
         last = times.table.rows[-1].tokens
         assert (times.layer_us(last + 1).value > 1.2 * times.layer_us(last).value) is jumps
+
+
+def four_bits_us(tokens: int, row: TokenSpeeds, **fields: Any) -> float:
+    """Return what a layer of Qwen3-30B-A3B takes by a table of one row, as experts that ours alone read."""
+    whole = next(each for each in TABLES.tables if each.weights == "mxfp4" and "H100" in each.device)
+    table = dataclasses.replace(whole, rows=(dataclasses.replace(row, tokens=tokens),))
+    asked = question(
+        gpus=1, weights="mxfp4", expert_bits=4.25, our_kernels=True, speeds=SpeedTables(tables=(table,)), **fields
+    )
+    return expert_times(asked, Layout()).layer_us(tokens).value
+
+
+@pytest.mark.parametrize(("rounded", "us"), [(False, 70.0), (True, 60.0)])
+def test_of_four_bits_no_kernel_counts_that_does_not_run(rounded, us):
+    """vLLM's cannot read the weights, and those that round activations are for profiles that allow it."""
+    ours = {"grouped-mxfp4_weights-n64": 70.0, "grouped-mxfp4-n64": 60.0}
+    row = TokenSpeeds(tokens=1, stock_us=50.0, ours_us=ours)
+    assert four_bits_us(1024, row, rounded_activations=rounded) == us
+
+
+@pytest.mark.parametrize(("stock_us", "us"), [(75.0, 70.0), (50.0, 50.0)])
+def test_experts_that_vllm_repacks_are_ours_where_ours_are_never_slower(stock_us, us):
+    row = TokenSpeeds(tokens=1, stock_us=stock_us, ours_us={"direct": 70.0})
+    assert four_bits_us(1, row, ours_where_never_slower=True) == us
 
 
 def test_traffic_of_unknown_routing_reads_fewer_experts_than_even_routing():

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import ExitCode, GoalMissedError, UnsupportedError
+from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.layouts.question import STEP_TOKENS
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
@@ -68,6 +70,32 @@ def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
     assert all(each.why_not for each in choice.estimates[1:])
     assert {"experts", "attention", "exchange"} <= choice.parts_us.keys()
     assert all(part.ref for part in choice.parts_us.values())
+
+
+def test_as_many_clients_for_each_of_more_servers_are_predicted_alike():
+    """A step has as many tokens as one server's requests take, not all clients'."""
+    tables = read_tables(shipped_dir() / "nvidia_h200.json")
+    # Of another vLLM: our kernels are still to be measured.
+    installed = with_speeds(software("cuda", cuda_ops=("fused_experts",)), *tables)
+
+    def of_machines(count: int) -> LayoutChoice:
+        return choice_of(
+            made_plan(
+                deepseek_v3(),
+                gpus("h200", 8),
+                software=installed,
+                will_measure=True,
+                profile="throughput",
+                goal="throughput",
+                num_nodes=count,
+                num_gpus=8 * count,
+                clients=512 * count,
+            )
+        )
+
+    few, many = (of_machines(count).estimate for count in (16, 32))
+    assert many.tpot_ms == pytest.approx(few.tpot_ms, rel=0.01)
+    assert many.tokens_per_s == pytest.approx(2 * few.tokens_per_s, rel=0.01)
 
 
 def test_an_engine_takes_no_more_requests_at_once_than_vllm_does_by_itself():
