@@ -101,7 +101,7 @@ def api_servers_at_most(question: LayoutQuestion, layout: Layout) -> int:
     """Return the most API servers that a plan gives a server of a layout, whose number nobody has said.
 
     A server over several machines keeps vLLM's number, because vLLM refuses the argument on machines that only compute;
-    so does a server on one GPU, where more were not measured.
+    so does a server on one GPU, where four gained nothing with 256 and 512 clients.
     """
     may_differ = question.api_servers is None and 1 < layout.devices_of_server <= question.gpus_per_machine
     return max(layout.data_parallel_size, fitted.MOST_API_SERVERS if question.more_api_servers and may_differ else 1)
