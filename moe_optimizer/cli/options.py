@@ -199,7 +199,7 @@ class AimOptions(PlanOptions):
     """Options of a command that plans for a load: what the layout over the GPUs is chosen for."""
 
     goal: str | None = choice(
-        "--goal", "|".join(GOALS), "What the layout over the GPUs is chosen for.  [default: balanced]", GOALS
+        "--goal", "|".join(GOALS), "What the layout over the GPUs is chosen for.  [default: the profile's]", GOALS
     )
     clients: int | None = option(
         "--clients",

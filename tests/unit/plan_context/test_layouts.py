@@ -20,6 +20,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime
 from moe_optimizer.specs.kernel_speeds import TokenSpeeds
+from moe_optimizer.specs.model import ModelSpec
 from tests.builders import (
     deepseek_v3,
     gpus,
@@ -45,6 +46,11 @@ DRAFT = DraftSpec(
 )
 
 
+def inspected(name: str, folder: Path) -> ModelSpec:
+    shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / f"{name}.json", folder / "config.json")
+    return ModelInspector().inspect(folder)
+
+
 def test_the_passes_take_the_chosen_layout():
     plan = planned(clients=1024, goal="throughput")
     layout = choice_of(plan).layout
@@ -60,6 +66,13 @@ def test_the_passes_take_the_chosen_layout():
 def test_the_goal_decides():
     assert choice_of(planned(clients=1, goal="latency")).layout.tensor_parallel_size == 8
     assert choice_of(planned(clients=1024, goal="throughput")).layout.tensor_parallel_size < 8
+
+
+@pytest.mark.parametrize("profile", ["aggressive", "throughput"])
+def test_profiles_for_throughput_take_the_layout_with_the_most_tokens(profile, tmp_path):
+    plan = made_plan(inspected("glm4_moe", tmp_path), gpus("h100_sxm", 4), profile)
+    best, *others = choice_of(plan).estimates
+    assert best.tokens_per_s > 0.99 * max(each.tokens_per_s for each in others)
 
 
 def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
@@ -234,8 +247,7 @@ def test_two_machines_that_each_hold_the_model_serve_it_whole():
 @pytest.fixture
 def kimi_k2(tmp_path):
     """A model that eight H200 hold, and the cache of 32 requests beside it, with steps of 2,048 tokens."""
-    shutil.copy(Path(__file__).parents[2] / "data" / "model_configs" / "kimi_k2.json", tmp_path / "config.json")
-    return ModelInspector().inspect(tmp_path)
+    return inspected("kimi_k2", tmp_path)
 
 
 def test_layouts_are_predicted_with_the_tokens_of_a_step_that_the_scheduler_takes(kimi_k2):
