@@ -159,7 +159,7 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         question=question,
         shape=shape,
         num_ranks=devices if whole else 1,
-        imbalance=_imbalance(question, devices) if whole else 1.0,
+        imbalance=_imbalance(question, layout) if whole else 1.0,
         table=table,
         related=_related(question, shape, ours=ours) if table is None else None,
         ours=ours,
@@ -176,6 +176,12 @@ def ours_up_to(question: LayoutQuestion, layout: Layout) -> int:
     table = _table(question, _shape(question, layout)) if _ours(question, layout) else None
     ranges = token_ranges(table.rows) if table is not None else ()
     return ranges[-1].up_to if ranges else 0
+
+
+def ours_compute(question: LayoutQuestion, layout: Layout) -> bool:
+    """Return whether our kernels compute a layout's experts, of some numbers of tokens at least."""
+    alone = _ours(question, layout) and question.expert_bits < _FP8_BITS
+    return alone or ours_up_to(question, layout) > 0
 
 
 def _ours(question: LayoutQuestion, layout: Layout) -> bool:
@@ -213,9 +219,10 @@ def _related(question: LayoutQuestion, shape: LayerShape, *, ours: bool) -> Expe
     return None
 
 
-def _imbalance(question: LayoutQuestion, num_ranks: int) -> float:
+def _imbalance(question: LayoutQuestion, layout: Layout) -> float:
+    num_ranks = layout.devices_of_stage
     if question.load is not None:
-        return _mean_imbalance(question.load, num_ranks, placed=question.placed)
+        return _mean_imbalance(question.load, num_ranks, placed=layout.server in question.placed)
     return 1.0 if question.even_routing else 1.0 + UNEVEN_PER_DOUBLING * math.log2(num_ranks)
 
 

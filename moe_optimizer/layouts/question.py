@@ -90,8 +90,10 @@ class LayoutQuestion:
     """Of each request of a load test, before it reads the first answer, where it sends all at once."""
     prompt_graphs: bool = False
     """Whether CUDA graphs are captured for steps that read prompts, of each size that would wait for its launches."""
-    placed: bool = False
-    """Whether the experts will be placed by the measured load; else they lie in their order."""
+    placed: frozenset[Layout] = frozenset()
+    """Servers, each as a layout of its own, in which the experts will be placed by the measured load; in all others
+    they lie in their order.
+    """
 
     def most_running(self, layout: Layout) -> int:
         """Return the most requests that an engine of a layout decodes at once."""

@@ -14,12 +14,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_balancing import (
-    given_replicas,
-    load_balancer_asked,
-    why_no_load_balancer,
-    why_not_at_the_start,
-)
+from moe_optimizer.plan_context.expert_balancing import balances_while_serving, given_replicas, why_not_placed
 from moe_optimizer.specs.expert_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -48,17 +43,7 @@ class ExpertPlacement(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs expert parallelism, and a way: a measured load for `initial`, CUDA for `eplb`."""
-        if ctx.device == "cuda" and ctx.num_gpus < 2:
-            return "needs at least 2 GPUs, found 1"
-        if not ctx.parallelism.expert_parallel:
-            unit = "GPU" if ctx.device == "cuda" else "process"
-            needed = "needs expert parallelism (--enable-expert-parallel)"
-            return f"{needed}; without it every {unit} has a slice of every expert"
-        if load_balancer_asked(ctx, _why_no_initial(ctx)):
-            return why_no_load_balancer(ctx)
-        if ctx.request.expert_load is None:
-            return "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
-        return _why_no_initial(ctx)
+        return why_not_placed(ctx, ctx.parallelism, ours=_ours(ctx))
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision without the pass, and warn where the user's own flag goes to vLLM all the same."""
@@ -74,7 +59,7 @@ class ExpertPlacement(OptimizationPass):
         Raises:
             InputError: the load is of another model or of no traffic, or --eplb-config is none.
         """
-        if load_balancer_asked(ctx, _why_no_initial(ctx)):
+        if balances_while_serving(ctx, ctx.parallelism, ours=_ours(ctx)):
             return self._eplb(ctx)
         placed = _place(ctx, replicas=0)
         wish, _ = ctx.wish(self.name)
@@ -157,12 +142,8 @@ class _Placed:
         return tuple(f"{file.path} ({file.load.steps} steps since {file.load.since})" for file in files)
 
 
-def _why_no_initial(ctx: PlanContext) -> str:
-    """Return why the plugin cannot place the experts of this plan, or ""."""
-    why_not = why_not_at_the_start(ctx)
-    if not why_not and ctx.decided["flash_dmoe"].status is not Status.ON:
-        why_not = "only our expert kernel was shown to follow the expert map, and flash_dmoe is not on"
-    return why_not
+def _ours(ctx: PlanContext) -> bool:
+    return ctx.decided["flash_dmoe"].status is Status.ON
 
 
 def _place(ctx: PlanContext, *, replicas: int) -> _Placed:

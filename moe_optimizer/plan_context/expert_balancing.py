@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.eplb_models import EPLB_ARCHITECTURES
 
@@ -21,7 +22,33 @@ def load_balancer_runs(ctx: PlanContext) -> bool:
         return False
     if "--enable-eplb" not in ctx.pinned and ctx.wish("expert_placement")[0] is Wish.OFF:
         return False
-    return load_balancer_asked(ctx, why_not_at_the_start(ctx))
+    return load_balancer_asked(ctx, _why_not_at_the_start(ctx, ctx.parallelism))
+
+
+def why_not_placed(ctx: PlanContext, split: ParallelismParams, *, ours: bool) -> str:
+    """Return why the experts of a server cannot be placed by their load, or "".
+
+    Args:
+        ctx: what the plan is made from.
+        split: the server: the planned one, or one that is compared with others.
+        ours: whether our kernel computes its experts.
+    """
+    if ctx.device == "cuda" and ctx.num_gpus < 2:
+        return "needs at least 2 GPUs, found 1"
+    if not split.expert_parallel:
+        unit = "GPU" if ctx.device == "cuda" else "process"
+        needed = "needs expert parallelism (--enable-expert-parallel)"
+        return f"{needed}; without it every {unit} has a slice of every expert"
+    if balances_while_serving(ctx, split, ours=ours):
+        return why_no_load_balancer(ctx)
+    if ctx.request.expert_load is None:
+        return "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
+    return _why_no_initial(ctx, split, ours=ours)
+
+
+def balances_while_serving(ctx: PlanContext, split: ParallelismParams, *, ours: bool) -> bool:
+    """Return whether vLLM's load balancer is the way to place the experts of a server; see `why_not_placed`."""
+    return load_balancer_asked(ctx, _why_no_initial(ctx, split, ours=ours))
 
 
 def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
@@ -75,14 +102,22 @@ def why_no_load_balancer(ctx: PlanContext) -> str:
     return ""
 
 
-def why_not_at_the_start(ctx: PlanContext) -> str:
-    """Return why the plugin cannot place the experts before they are loaded, whatever computes them, or ""."""
-    if ctx.parallelism.data_parallel_size > 1:
+def _why_no_initial(ctx: PlanContext, split: ParallelismParams, *, ours: bool) -> str:
+    """Return why the plugin cannot place the experts before they are loaded, or ""."""
+    why_not = _why_not_at_the_start(ctx, split)
+    if not why_not and not ours:
+        why_not = "only our expert kernel was shown to follow the expert map, and flash_dmoe is not on"
+    return why_not
+
+
+def _why_not_at_the_start(ctx: PlanContext, split: ParallelismParams) -> str:
+    """Return the same, whatever computes them."""
+    if split.data_parallel_size > 1:
         return "with data parallelism tokens are sent to ranks by expert number; needs vLLM's EPLB"
     if ctx.model.model_type in _POSITIONAL_MODELS:
         return f"vLLM loads the experts of {ctx.model.model_type} by position"
-    if ctx.model.num_experts % ctx.parallelism.num_devices:
-        return f"{ctx.model.num_experts} experts do not divide by {ctx.parallelism.num_devices}"
+    if ctx.model.num_experts % split.num_devices:
+        return f"{ctx.model.num_experts} experts do not divide by {split.num_devices}"
     strategy = ctx.pinned.value("--expert-placement-strategy") or "linear"
     if strategy != "linear":
         return f"--expert-placement-strategy {strategy} is given"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.layouts.candidates import candidates
+from moe_optimizer.layouts.experts import ours_compute
 from moe_optimizer.layouts.question import LayoutQuestion
-from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.decision import Status, Wish
+from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan_context.api_servers import API_SERVERS_FLAG, may_add_api_servers
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import served_bits
+from moe_optimizer.plan_context.expert_balancing import why_not_placed
 from moe_optimizer.plan_context.expert_kernel import (
     stored_four_bits,
     stored_table,
@@ -21,7 +27,7 @@ from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
 from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.front_end import FrontEnd
-from moe_optimizer.specs.layout import parse_layout
+from moe_optimizer.specs.layout import Layout, parse_layout
 
 _FP8_BITS = 8
 
@@ -36,7 +42,7 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
     most_running = None if ctx.batch_is_of_clients else ctx.workload.batch_size
     if ctx.wish("scheduler")[0] is Wish.OFF:
         _, most_running = sizes_without_plan(ctx)
-    return LayoutQuestion(
+    question = LayoutQuestion(
         memory=ctx.memory_request(
             max_num_seqs=most_running or ctx.workload.batch_size,
             max_model_len=ctx.workload.input_tokens + ctx.workload.output_tokens,
@@ -70,8 +76,32 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
         prompt_graphs=prompts_have_graphs(ctx, steps.given or steps.asked or steps.most),
-        placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
     )
+    return dataclasses.replace(question, placed=placed_servers(ctx, question))
+
+
+def placed_servers(ctx: PlanContext, question: LayoutQuestion) -> frozenset[Layout]:
+    """Return the servers of the layouts in question whose experts the plan places by the measured load.
+
+    After the expert_placement pass that is its decision. Before it, and where our kernels are still to be measured,
+    they are those that it would place if our kernels computed what the search takes them to.
+    """
+    if question.load is None or ctx.wish("expert_placement")[0] is Wish.OFF:
+        return frozenset()
+    servers = {layout.server for layout in candidates(question) if layout.expert_parallel}
+    return frozenset(server for server in servers if _is_placed(ctx, question, server))
+
+
+def _is_placed(ctx: PlanContext, question: LayoutQuestion, server: Layout) -> bool:
+    decided, kernels = ctx.decided.get("expert_placement"), ctx.decided.get("flash_dmoe")
+    if decided is not None and kernels is not None and kernels.status is not Status.PENDING:
+        return decided.status is Status.ON
+    split = ParallelismParams(
+        tensor_parallel_size=server.tensor_parallel_size,
+        data_parallel_size=server.data_parallel_size,
+        expert_parallel=server.expert_parallel,
+    )
+    return not why_not_placed(ctx, split, ours=ours_compute(question, server))
 
 
 def _fills_blocks(ctx: PlanContext, converted: tuple[float, float] | None) -> bool:

@@ -14,7 +14,7 @@ from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiti
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.allowed_layouts import allows_layout
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.layout_question import layout_question
+from moe_optimizer.plan_context.layout_question import layout_question, placed_servers
 from moe_optimizer.plan_context.pinned_layout import check_pinned, refuse_without_layouts
 from moe_optimizer.specs.layout import Layout, parse_layout
 from moe_optimizer.specs.quantity import Quantity
@@ -80,6 +80,7 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
         memory=dataclasses.replace(question.memory, max_num_seqs=requests),
         max_running=requests,
         api_servers=choice.estimate.api_servers,
+        placed=placed_servers(decided, question),
     )
     request = decided.memory_request(**decided.memory_terms(decided.kv_cache.kv_bits))
     if decided.decided["flash_dmoe"].status is Status.PENDING:

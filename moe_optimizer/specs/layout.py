@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -49,6 +50,11 @@ class Layout:
     def num_servers(self) -> int:
         """Servers of all kinds."""
         return self.prefill_servers + self.replicas
+
+    @property
+    def server(self) -> Layout:
+        """One of the servers by itself."""
+        return dataclasses.replace(self, replicas=1, prefill_servers=0)
 
     @property
     def num_engines(self) -> int:

@@ -369,12 +369,28 @@ def test_without_replicas_each_of_two_machines_has_one_server():
     assert plan.parallelism.replicas == 2
 
 
-def test_a_measured_load_of_the_experts_changes_the_predicted_step():
-    steps = [
-        choice_of(planned(layout="tp1dp8ep", expert_load=load)).estimate.tpot_ms
-        for load in (placement_load(qwen3_30b_a3b(), skew=0.0), placement_load(qwen3_30b_a3b(), skew=2.0))
-    ]
-    assert steps[1] > 1.02 * steps[0]
+@pytest.mark.parametrize("layout", ["tp1dp8ep", "tp8ep"])
+def test_a_skewed_load_of_experts_that_the_plan_does_not_place_makes_the_predicted_step_longer(layout):
+    even, skewed = (
+        planned(layout=layout, expert_load=placement_load(qwen3_30b_a3b(), skew=skew)) for skew in (0.0, 1.0)
+    )
+    assert skewed.decision("expert_placement").status is Status.OFF
+    assert choice_of(skewed).estimate.tpot_ms > 1.03 * choice_of(even).estimate.tpot_ms
+
+
+def test_a_layout_is_compared_with_its_experts_placed_where_the_plan_would_place_them():
+    rows = [TokenSpeeds(tokens=tokens, stock_us=300 + tokens, ours_us={"few_rows": 150 + tokens / 2})
+            for tokens in (1, 64, 1024, 8192)]  # fmt: skip
+    half = dataclasses.replace(kernel_speeds().shape, num_experts=64)
+    installed = with_speeds(software(cuda_ops=("fused_experts",)), kernel_speeds(*rows, shape=half))
+    asked = {"software": installed, "expert_load": placement_load(qwen3_30b_a3b(), skew=1.0), "clients": 256}
+    placed = planned(2, layout="tp2ep", **asked)
+    in_order = planned(2, layout="tp2ep", wishes=resolve_wishes([], ["expert_placement"]), **asked)
+    assert placed.decision("expert_placement").status is Status.ON
+    assert choice_of(placed).estimate.tpot_ms < choice_of(in_order).estimate.tpot_ms
+    # Not asked for, it is compared with the same figures.
+    compared = choice_of(planned(2, **asked)).estimates
+    assert min(each.tpot_ms for each in compared if each.layout == "tp2ep") < choice_of(in_order).estimate.tpot_ms
 
 
 def test_our_kernels_by_flag_leave_the_copies_that_are_asked_for():
