@@ -68,6 +68,7 @@ def command(options: PlanCommandOptions) -> messages.Output:
 
 def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages.Output:
     """Return the plan for stdout, and its warnings for stderr unless a terminal shows them with the plan."""
+    from moe_optimizer.cli.other_predictor import where_other_estimate
     from moe_optimizer.inspection.hardware_catalog import hardware_names
     from moe_optimizer.plan.explain import render_plan
 
@@ -77,9 +78,13 @@ def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages
     if plan.hardware.origin == "probed" and plan.hardware.gpu is None:
         head = textwrap.fill(_NO_GPU.format(names=", ".join(hardware_names())), width)
         return _output(plan, lambda shown: f"{head}\n\n{render(shown)}", as_json=as_json)
-    return _output(plan, render, as_json=as_json)
+    where = "" if as_json or explain else where_other_estimate(plan)
+    return _output(plan, render, as_json=as_json, notes=(where,) if where else ())
 
 
-def _output(plan: Plan, render: Callable[[Plan], str], *, as_json: bool) -> messages.Output:
+def _output(
+    plan: Plan, render: Callable[[Plan], str], *, as_json: bool, notes: tuple[str, ...] = ()
+) -> messages.Output:
     told = sys.stdout.isatty() and not as_json
-    return messages.Output(result=plan, render=render, notes=() if told else messages.warning_lines(plan.warnings))
+    warned = () if told else messages.warning_lines(plan.warnings)
+    return messages.Output(result=plan, render=render, notes=(*warned, *notes))

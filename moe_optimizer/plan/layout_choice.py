@@ -48,10 +48,14 @@ class OtherEstimate:
 
     name: str
     """With its version."""
-    tpot_ms: float
-    tokens_per_s: float
-    differs: bool
+    formats: str = ""
+    """Of experts, other matrices and cache, as it was asked for them."""
+    tpot_ms: float | None = None
+    tokens_per_s: float | None = None
+    differs: bool = False
     """Whether one of the two is more than a quarter away from ours."""
+    why_none: str = ""
+    """Why it says nothing of it; "": it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

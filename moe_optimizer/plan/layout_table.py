@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 
-from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
+from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, OtherEstimate, waiting_in_words
 from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words
 
 _BAR = 6
@@ -34,10 +34,7 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     for each in choice.estimates:
         yield from _rows(each, each.why_not or _planned(choice), most, bar, width)
     if choice.other is not None:
-        other = choice.other
-        warning = ", more than 25 % from ours" if other.differs else ""
-        told = f"{other.name}: TPOT {other.tpot_ms:.4g} ms, {other.tokens_per_s:,.0f} tokens/s{warning}"
-        yield from _wrapped(told, width)
+        yield from _wrapped(_told(choice.other), width)
     yield from _parts(choice, width)
     best = choice.estimate
     servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
@@ -46,6 +43,14 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
     yield from _wrapped(f"{busy}{_of_this_machine(choice.front_end_us, alone=alone)}", width)
     weights = bytes_in_words(best.weight_bytes)
     yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
+
+
+def _told(other: OtherEstimate) -> str:
+    if other.tpot_ms is None or other.tokens_per_s is None:
+        return f"{other.name} has no estimate to compare with: {other.why_none}"
+    warning = ", more than 25 % from ours" if other.differs else ""
+    asked = f" ({other.formats})" if other.formats else ""
+    return f"{other.name}{asked}: TPOT {other.tpot_ms:.4g} ms, {other.tokens_per_s:,.0f} tokens/s{warning}"
 
 
 def _rows(each: LayoutEstimate, why: str, most: float, bar_width: int, width: int) -> Iterator[str]:

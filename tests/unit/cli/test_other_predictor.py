@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.cli.other_predictor import with_other_estimate
+from moe_optimizer.cli.plan import plan_output
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, OtherEstimate
 from moe_optimizer.plan.layout_table import layout_lines
-from tests.builders import gpus, made_plan, qwen3_30b_a3b
+from tests.builders import (
+    gpt_oss_120b,
+    gpus,
+    made_plan,
+    profile_with,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    qwen3_30b_a3b_int4,
+    software,
+)
 
 MODULES = {"aisimulate": "legacy_cli", "aiconfigurator": "cli"}
 PLAN = made_plan(qwen3_30b_a3b(), gpus("h200", 4), layout="tp4", clients=64)
@@ -100,6 +111,61 @@ def test_of_prefill_and_decode_servers_all_are_asked_for_together(install):
     assert other.tokens_per_s == pytest.approx(_choice(PLAN.layouts).estimate.tokens_per_s, rel=1e-3)
 
 
-def test_what_it_has_no_data_of_is_left_out(install):
+def test_what_it_has_no_data_of_is_said(install):
     install("aisimulate", raises=True)
-    assert _other() is None
+    other = _other()
+    assert other is not None
+    assert (other.tpot_ms, other.differs) == (None, False)
+    assert "Qwen3-30B-A3B" in other.why_none
+
+
+FP8 = {"fp8": (Wish.ON, "--enable-fp8")}
+FOUR_BIT = {"four_bit": (Wish.ON, "--enable-four-bit")}
+FORMATS = {
+    "as stored": (qwen3_30b_a3b(), {}, ("bfloat16", "bfloat16", "bfloat16")),
+    "converted by block": (qwen3_30b_a3b(), {"wishes": FP8}, ("fp8_block", "fp8_block", "bfloat16")),
+    "converted by channel": (
+        qwen3_30b_a3b(),
+        {"wishes": FP8, "profile": profile_with(passes={"fp8": {"granularity": "channel"}})},
+        ("fp8", "fp8", "bfloat16"),
+    ),
+    "converted by vLLM's argument": (
+        qwen3_30b_a3b(), {"vllm_args": ("--quantization", "fp8")}, ("fp8", "fp8", "bfloat16"),
+    ),
+    "stored in FP8": (qwen3_30b_a3b_fp8(), {}, ("fp8_block", "fp8_block", "bfloat16")),
+    "with a cache in FP8": (
+        qwen3_30b_a3b(), {"vllm_args": ("--kv-cache-dtype", "fp8")}, ("bfloat16", "bfloat16", "fp8"),
+    ),
+    "gpt-oss": (gpt_oss_120b(), {}, ("w4a16_mxfp4", "bfloat16", "bfloat16")),
+    "stored in INT4": (qwen3_30b_a3b_int4(), {}, ("int4_wo", "int4_wo", "bfloat16")),
+    "experts converted to four bits": (
+        qwen3_30b_a3b(), {"wishes": FOUR_BIT, "software": software(cuda_ops=("fused_experts",))},
+        ("w4a16_mxfp4", "bfloat16", "bfloat16"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "asked", "formats"), FORMATS.values(), ids=FORMATS)
+def test_it_is_asked_for_the_decided_formats(install, model, asked, formats):
+    install("aiconfigurator")
+    with_other_estimate(made_plan(model, gpus("h200", 4), layout="tp1", clients=64, num_gpus=1, **asked))
+    ((_, sizes),) = sys.modules["aiconfigurator.cli.api"].asked
+    assert tuple(sizes[key] for key in ("moe_quant_mode", "gemm_quant_mode", "kvcache_quant_mode")) == formats
+
+
+def test_formats_that_it_does_not_know_are_said_in_place_of_a_comparison(install):
+    install("aiconfigurator")
+    kept = profile_with(passes={"fp8": {"keep_bf16_layers": ["layers.0"]}})
+    plan = with_other_estimate(made_plan(qwen3_30b_a3b(), gpus("h200", 4), kept, layout="tp4", wishes=FP8))
+    other = _choice(plan.layouts).other
+    assert other is not None
+    assert other.tpot_ms is None
+    assert "layers" in " ".join(layout_lines(_choice(plan.layouts), 79))
+
+
+def test_a_dry_run_says_where_the_estimate_is_shown(install):
+    before = plan_output(PLAN, as_json=False).notes
+    install("aiconfigurator")
+    (note,) = set(plan_output(PLAN, as_json=False).notes) - set(before)
+    assert "plan --explain" in note
+    assert set(plan_output(PLAN, as_json=True).notes) == set(before)
