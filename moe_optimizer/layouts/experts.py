@@ -67,10 +67,11 @@ class ExpertTimes:
     def _from_table(self, table: KernelSpeeds, tokens: float, *, uneven: float) -> Quantity:
         """Return the time of a measured layer for so many tokens, `uneven` times those of the mean rank.
 
-        Beyond the last number that was measured it grows as modelled. In proportion it would be far too long where a
-        table ends early: up to hundreds of tokens the experts' weights are read, however many there are.
+        It is measured between the first and the last number of tokens that were. Beyond the last it grows as modelled:
+        in proportion it would be far too long where a table ends early, since up to hundreds of tokens the experts'
+        weights are read, however many there are. How many tokens the busiest rank has is modelled too.
         """
-        last, alone = table.rows[-1].tokens, self.question.expert_bits < _FP8_BITS
+        first, last, alone = table.rows[0].tokens, table.rows[-1].tokens, self.question.expert_bits < _FP8_BITS
         # Above it vLLM's kernel computes; not on weights that only ours read.
         ours = self.ours and (tokens <= last or alone)
 
@@ -80,11 +81,13 @@ class ExpertTimes:
             return not alone or self.question.rounded_activations or not rounds_activations(name)
 
         points = _points(table, usable=usable, even=self.question.even_routing)
-        source = Source.MEASURED if uneven == 1 and tokens <= last else Source.MODELLED
+        scaled = [] if uneven == 1 else ["of the busiest GPU's tokens"]
+        scaled += [] if first <= tokens <= last else [f"continued from {last if tokens > last else first} tokens"]
         us = _interpolated(points, min(tokens, last))
         if tokens > last:
             us *= self._modelled_us(tokens, ours=ours) / self._modelled_us(last, ours=ours)
-        return Quantity(us, "us", source, table.source)
+        source = Source.MODELLED if scaled else Source.MEASURED
+        return Quantity(us, "us", source, ", ".join([table.source, *scaled]))
 
     def _reading_again_us(self, tokens: float, busiest: float) -> float:
         """Return the least time of vLLM's kernel where it reads experts more than once; 0 where it does not.

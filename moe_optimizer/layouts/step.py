@@ -125,7 +125,7 @@ class StepModel:
         if not layers:
             return Quantity(0.0, "us", Source.MODELLED, "the model has no experts")
         one = self._experts.layer_us(tokens.total * self.layout.data_parallel_size)
-        return Quantity(layers * one.value, "us", one.source | Source.MODELLED, one.ref)
+        return Quantity(layers * one.value, "us", one.source, one.ref)
 
     def _matrices_us(self, tokens: Tokens) -> Quantity:
         question, model, gpu = self.question, self.question.model, self.question.gpu

@@ -30,7 +30,8 @@ def render_plan(plan: Plan, *, width: int = 80, color: bool = False, explain: bo
         plan: what to show.
         width: columns; brought into [60, 120].
         color: use ANSI colours.
-        explain: add who asked, evidence, rejected alternatives and limits to each decision.
+        explain: add who asked, evidence, rejected alternatives and limits to each decision, and the
+            source of each part of a step.
     """
     return _Page(width=min(max(width, _MIN_WIDTH), _MAX_WIDTH), color=color, explain=explain).render(plan)
 
@@ -51,7 +52,7 @@ class _Page:
             ("Model", self._model(plan)),
             ("Hardware", self._hardware(plan)),
             (f"Memory of each {'GPU' if plan.num_gpus else 'CPU process'}", self._memory(plan)),
-            ("Layout", () if plan.layouts is None else layout_lines(plan.layouts, self.width)),
+            ("Layout", () if plan.layouts is None else layout_lines(plan.layouts, self.width, explain=self.explain)),
             ("Decisions", self._decisions(plan)),
             ("Warnings", self._warnings(plan)),
             ("Command" if plan.group is None else "Commands", self._commands(plan)),

@@ -18,8 +18,10 @@ _LEAST_SHARE = 0.005
 """Of a step: a smaller part is not listed."""
 
 
-def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
-    """Yield the lines of a section: what was asked, the table, the parts of a step. The bars need 79 columns."""
+def layout_lines(choice: LayoutChoice, width: int, *, explain: bool = False) -> Iterator[str]:
+    """Yield the lines of a section: what was asked, the table, the parts of a step, with `explain` each with its
+    source. The bars need 79 columns.
+    """
     bar = _BAR if width >= _WITH_BARS else 0
     limits = [
         f"{name} <= {limit:g} ms"
@@ -35,7 +37,7 @@ def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
         yield from _rows(each, each.why_not or _planned(choice), most, bar, width)
     if choice.other is not None:
         yield from _wrapped(_told(choice.other), width)
-    yield from _parts(choice, width)
+    yield from _parts(choice, width, explain=explain)
     best = choice.estimate
     servers = f"{best.api_servers} API servers, each" if best.api_servers > 1 else "one API server,"
     busy = f"front end: {servers} busy {best.front_end_share:.0%} of a decode step"
@@ -58,11 +60,7 @@ def _rows(each: LayoutEstimate, why: str, most: float, bar_width: int, width: in
     bar = "  " + "#" * filled + "." * (bar_width - filled) if bar_width else " "
     figures = f"{each.tpot_ms:>8.2f}{each.ttft_ms:>8.0f}{each.tokens_per_s:>10,.0f}{each.weight_bytes / 1e9:>7.1f}"
     row = f"  {each.layout:<12}{figures}{bar}"
-    if len(row) + 1 + len(why) <= width:
-        yield f"{row} {why}"
-    else:
-        yield row.rstrip()
-        yield from textwrap.wrap(why, width, initial_indent="      ", subsequent_indent="      ")
+    yield from _row_with_note(row, why, width)
 
 
 def _planned(choice: LayoutChoice) -> str:
@@ -85,13 +83,28 @@ def _of_this_machine(front_end_us: Quantity | None, *, alone: bool) -> str:
     return f", at {told}" if alone else f"; one for all would take {told}"
 
 
-def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:
+def _parts(choice: LayoutChoice, width: int, *, explain: bool) -> Iterator[str]:
     total = sum(part.value for part in choice.parts_us.values())
     if not total:
         return
     shares = {name: part.value / total for name, part in choice.parts_us.items()}
     words = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE]
     yield from _wrapped(f"a decode step of {total / 1e3:.2f} ms: {', '.join(words)}", width)
+    if explain:
+        column = max(map(len, choice.parts_us))
+        yield f"    {'part':<{column}}{'us':>10}  {'source':<9} from"
+        for name, part in choice.parts_us.items():
+            row = f"    {name:<{column}}{part.value:>10.1f}  {part.source.value:<9}"
+            yield from _row_with_note(row, part.ref, width)
+
+
+def _row_with_note(row: str, note: str, width: int) -> Iterator[str]:
+    """Yield a row of a table and what is said of it, below it where it does not fit beside it."""
+    if len(row) + 1 + len(note) <= width:
+        yield f"{row} {note}"
+    else:
+        yield row.rstrip()
+        yield from textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      ")
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -15,7 +15,7 @@ from moe_optimizer.layouts.experts import expert_times
 from moe_optimizer.layouts.serving import step_tokens
 from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables, TokenSpeeds
-from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.layout import Layout, parse_layout
 from moe_optimizer.specs.quantity import Source
 from tests.builders import deepseek_v3, expert_load, gpt_oss_120b, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
 from tests.unit.layouts.questions import TABLES, question
@@ -264,6 +264,23 @@ def test_a_table_that_ends_early_is_continued_by_the_model(last):
         found = early.layer_us(tokens)
         assert found.value == pytest.approx(whole.layer_us(tokens).value, rel=0.3)
         assert found.source is Source.MODELLED
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "source"),
+    [
+        ("tp1", 64, Source.MEASURED),
+        ("tp1", 65, Source.MEASURED),
+        ("tp1", 1e6, Source.MODELLED),
+        ("tp2ep", 64, Source.MODELLED),
+    ],
+    ids=["a row", "between rows", "after the last", "the busiest of two"],
+)
+def test_experts_are_measured_where_a_table_has_them(layout, tokens, source):
+    asked = question(gpus=2)
+    part = StepModel(asked, parse_layout(layout)).parts(Tokens(sequences=tokens, context=100))[EXPERTS]
+    assert part.source is source
+    assert "benchmarks/records" in part.ref
 
 
 def test_experts_that_a_measured_load_does_not_use_are_not_read():

@@ -133,6 +133,18 @@ def test_gpus_that_stay_unused_are_named_with_the_layouts_that_would_use_them():
     assert not any(each.layout in warning for each in choice_of(plan).estimates if each.num_gpus < 3)
 
 
+def test_each_part_of_a_step_is_explained_by_its_source():
+    choice = choice_of(planned())
+    lines = list(layout_lines(choice, 80, explain=True))
+    rows = [" ".join(line.split()) for line in lines]
+    for name, part in choice.parts_us.items():
+        (at,) = (place for place, row in enumerate(rows) if row.startswith(f"{name} {part.value:.1f} "))
+        assert f"{part.value:.1f} {part.source.value}" in rows[at]
+        assert part.ref.split()[0] in f"{rows[at]} {rows[at + 1]}"
+    assert max(map(len, lines)) <= 80
+    assert not any("modelled" in line for line in layout_lines(choice, 80))
+
+
 def test_a_part_that_rounds_to_nothing_is_not_listed():
     choice = choice_of(planned())
     parts = {**choice.parts_us, "crumbs": dataclasses.replace(choice.parts_us["experts"], value=0.1)}
