@@ -53,6 +53,8 @@ SHAPES = {
         Shape("deepseek-v3-ep16", 7168, 2048, 16, 8, 256),
         Shape("gpt-oss-120b", 2880, 2880, 128, 4),
         Shape("gpt-oss-120b-tp2", 2880, 1440, 128, 4),
+        Shape("gpt-oss-120b-tp4", 2880, 736, 128, 4),  # vLLM fills slices up to whole groups of 32
+        Shape("gpt-oss-120b-tp8", 2880, 384, 128, 4),
         Shape("gpt-oss-20b", 2880, 2880, 32, 4),
         Shape("qwen3-next-80b-a3b", 2048, 512, 512, 10),
         Shape("qwen3-next-80b-a3b-tp2", 2048, 256, 512, 10),

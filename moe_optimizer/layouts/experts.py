@@ -14,6 +14,7 @@ from moe_optimizer.costs.weights import weight_element_bytes
 from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUBLING, VLLM_EXPERTS
 from moe_optimizer.layouts.expert_tiles import L2_BYTES, reads_of_an_expert
 from moe_optimizer.layouts.question import LayoutQuestion
+from moe_optimizer.specs.expert_formats import sliced_width
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.kernel_speeds import (
     STOCK,
@@ -24,6 +25,7 @@ from moe_optimizer.specs.kernel_speeds import (
     token_ranges,
 )
 from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 
 _FP8_BITS = 8
@@ -202,18 +204,22 @@ def _shape(question: LayoutQuestion, layout: Layout) -> LayerShape:
     whole = layout.expert_parallel and devices > 1
     return LayerShape(
         hidden_size=model.expert_hidden_size,
-        intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
+        intermediate_size=model.moe_intermediate_size if whole else max(1, _sliced(model, devices)),
         num_experts=-(-model.num_experts // devices) if whole else model.num_experts,
         num_global_experts=model.num_experts,
         top_k=model.top_k,
     )
 
 
+def _sliced(model: ModelSpec, slices: int) -> int:
+    return sliced_width(model.moe_intermediate_size, slices, model.expert_format)
+
+
 def _related(question: LayoutQuestion, shape: LayerShape, *, ours: bool) -> ExpertTimes | None:
     """Return the layer with all experts in the slices that are next to these in width, of those that a table has."""
     model = question.model
-    whole = model.moe_intermediate_size
-    widths = [whole // slices for slices in range(1, _MOST_SLICES + 1) if whole % slices == 0]
+    counts = (count for count in range(1, _MOST_SLICES + 1) if model.moe_intermediate_size % count == 0)
+    widths = {_sliced(model, count) for count in counts}
     for width in sorted(widths, key=lambda width: abs(math.log(max(1, width) / shape.intermediate_size))):
         wide = replace(shape, intermediate_size=width, num_experts=model.num_experts)
         table = _table(question, wide)

@@ -27,6 +27,16 @@ def four_bits(weight_format: str, group: int) -> float:
     return 4 + (16 if weight_format == INT4 else 8) / group
 
 
+def sliced_width(width: int, slices: int, weight_format: str) -> int:
+    """Return the columns of each slice of an expert.
+
+    Of a checkpoint in MXFP4 a slice is whole groups, up to which vLLM fills it up: each of four slices of gpt-oss has
+    736 columns.
+    """
+    group = MXFP4_GROUP if weight_format == MXFP4 else 1
+    return math.ceil(width / slices / group) * group if group > 1 else width // slices
+
+
 def row_pitch(row_bytes: int) -> int:
     """Return how many bytes a row of codes and what fills it up take on a GPU.
 

@@ -9,6 +9,7 @@ from moe_optimizer.plan_context.cpu_workers import worker_threads
 from moe_optimizer.plan_context.expert_balancing import given_replicas, load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format, stored_four_bits, stored_table
 from moe_optimizer.plan_context.triton_config import tuned_digest
+from moe_optimizer.specs.expert_formats import sliced_width
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
 
 ONLINE_SCHEMES = {"fp8": "fp8_tensor", "fp8_per_tensor": "fp8_tensor", "fp8_per_channel": "fp8_channel",
@@ -23,10 +24,10 @@ def layer_shape(ctx: PlanContext) -> LayerShape:
     numbered = model.num_experts + _replicas(ctx)
     experts = -(-numbered // split.num_devices) if whole else model.num_experts
     # vLLM slices whole experts over all devices of a server, those of other data-parallel ranks too.
-    width = model.moe_intermediate_size if whole else model.moe_intermediate_size // split.num_devices
+    slices = 1 if whole else split.num_devices
     return LayerShape(
         hidden_size=model.expert_hidden_size,
-        intermediate_size=width,
+        intermediate_size=sliced_width(model.moe_intermediate_size, slices, model.expert_format),
         num_experts=experts,
         num_global_experts=numbered,
         top_k=model.top_k,

@@ -94,6 +94,16 @@ def test_slices_that_were_not_measured_are_scaled_to_those_that_are_next_in_widt
     assert quarters_us(2880, 1440) == quarters_us(1440) != quarters_us(2880)
 
 
+def test_a_table_of_slices_as_vllm_fills_them_up_is_that_of_the_layout():
+    half = next(each for each in TABLES.tables if (each.weights, each.shape.intermediate_size) == ("mxfp4", 1440))
+    quarter = dataclasses.replace(half, shape=dataclasses.replace(half.shape, intermediate_size=736))
+    asked = question(
+        gpt_oss_120b(), gpus=4, hardware="h200", weights="mxfp4", expert_bits=4.25,
+        speeds=SpeedTables(tables=(quarter,)),
+    )  # fmt: skip
+    assert expert_times(asked, Layout(tensor_parallel_size=4)).table == quarter
+
+
 PUBLISHED_US = {64: 511, 320: 832, 384: 846, 768: 741}
 """Tokens -> us of Mixtral's experts, half of them whole on an H100, with balanced routing: AIConfigurator 0.12."""
 
