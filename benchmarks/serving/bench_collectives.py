@@ -15,9 +15,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,22 +24,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from moe_optimizer.files import write_atomically  # noqa: E402
-
-SIZES = [2**exponent for exponent in range(12, 29, 2)]
-"""Bytes of the whole tensor: 4 KiB to 256 MiB."""
-CALLS, ROUNDS, WARM_UP = 20, 15, 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """One kind."""
-
-    call: Callable[[Any], Callable[[], Any]]
-    """Takes a tensor, returns what is measured."""
-    capturing: Callable[[], AbstractContextManager[Any]]
-    """Around the capture of a graph; makes the stream current that is captured."""
-    bytes_sent: int
-    """Of each GPU, over the share (n - 1) / n of the tensor's bytes."""
+from moe_optimizer.measure.links.collectives import (  # noqa: E402
+    CALLS,
+    SIZES,
+    plain_collectives,
+    sample_us,
+    vllm_all_reduce,
+)
 
 
 def main() -> int:
@@ -68,14 +56,13 @@ def main() -> int:
             "times": {},
             "fit": {},
         }
-    kinds = _nccl(torch, dist, size)
+    kinds = plain_collectives(size, "cuda")
     if options.custom:
-        kinds["vllm_all_reduce"] = _vllm_all_reduce(rank, size, local)
+        kinds["vllm_all_reduce"] = vllm_all_reduce(rank, size, local)
     for name, kind in kinds.items():
         times: dict[str, Any] = {}
         for count in SIZES:
-            tensor = torch.randn(count // 2, device="cuda", dtype=torch.bfloat16)
-            samples = _measure(torch, dist, kind.call(tensor), kind.capturing)
+            samples = sample_us(kind, count, "cuda")
             times[str(count)] = {"us": statistics.median(samples), "samples_us": samples}
         if rank == 0:
             record["times"][name] = times
@@ -97,77 +84,6 @@ def fit(times: dict[str, Any], num_gpus: int, *, bytes_sent: int) -> dict[str, f
         if int(count) >= 2**26
     ]
     return {"latency_us": latency, "bandwidth_bytes_per_s": statistics.median(rates)}
-
-
-def _measure(
-    torch: Any, dist: Any, call: Callable[[], Any], capturing: Callable[[], AbstractContextManager[Any]]
-) -> list[float]:
-    """Return the times of one call in us, of each round, on the slowest rank."""
-    for _ in range(WARM_UP):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog asks for its events in a thread of its own meanwhile.
-    with (
-        capturing(),
-        torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"),
-    ):
-        for _ in range(CALLS):
-            call()
-    samples: list[float] = []
-    for _ in range(WARM_UP + ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier()
-        torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([start.elapsed_time(end) * 1e3 / CALLS], device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        samples.append(round(slowest.item(), 3))
-    return samples[WARM_UP:]
-
-
-def _nccl(torch: Any, dist: Any, size: int) -> dict[str, Collective]:
-    def gather(tensor: Any) -> Callable[[], Any]:
-        part = tensor[: tensor.numel() // size].clone()
-        whole = torch.empty(part.numel() * size, device="cuda", dtype=tensor.dtype)
-        return lambda: dist.all_gather_into_tensor(whole, part)
-
-    def scatter(tensor: Any) -> Callable[[], Any]:
-        part = torch.empty(tensor.numel() // size, device="cuda", dtype=tensor.dtype)
-        whole = tensor[: part.numel() * size]
-        return lambda: dist.reduce_scatter_tensor(part, whole)
-
-    def other_stream() -> AbstractContextManager[Any]:
-        return torch.cuda.stream(torch.cuda.Stream())
-
-    return {
-        "all_reduce": Collective(
-            call=lambda tensor: lambda: dist.all_reduce(tensor), capturing=other_stream, bytes_sent=2
-        ),
-        "all_gather": Collective(call=gather, capturing=other_stream, bytes_sent=1),
-        "reduce_scatter": Collective(call=scatter, capturing=other_stream, bytes_sent=1),
-    }
-
-
-def _vllm_all_reduce(rank: int, size: int, local: int) -> Collective:
-    """Return vLLM's all-reduce of a tensor parallel group; its graphs register the buffers that its kernel reads."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.distributed.parallel_state import get_tp_group
-
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(size, rank, local_rank=local)
-        initialize_model_parallel(size)
-    group = get_tp_group()
-
-    def call(tensor: Any) -> Callable[[], Any]:
-        shaped = tensor.view(-1, min(2048, tensor.numel()))
-        return lambda: group.all_reduce(shaped)
-
-    return Collective(call=call, capturing=group.graph_capture, bytes_sent=2)
 
 
 if __name__ == "__main__":

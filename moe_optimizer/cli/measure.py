@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.measuring_options import (
     FourBitSensitivityOptions,
+    MeasureLinksOptions,
     MeasureSpeedsOptions,
     MeasureStepOptions,
     MeasureTextOptions,
@@ -20,8 +21,13 @@ from moe_optimizer.cli.measuring_options import (
 )
 from moe_optimizer.cli.option_values import whole_numbers
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.specs.expert_formats import INT4_GROUPS, MXFP4, MXFP4_GROUP, int4_weights
+from moe_optimizer.specs.quantity import bytes_in_words
+
+if TYPE_CHECKING:
+    from moe_optimizer.measure.links.measurement import LinkRequest
+    from moe_optimizer.specs.links import LinkTimes
 
 _DEFAULT_BUDGET_S = 60.0
 _DEFAULT_MAX_TOKENS = 4096
@@ -29,6 +35,8 @@ _SPEEDS_PASS = "flash_dmoe"
 _GRACE_S = 10.0
 _MOST_SEQUENCES = 65_536
 _STEP_TIMEOUT_S = 600.0
+_PROCESSES = 2
+"""The fewest that exchange anything."""
 
 
 @takes(MeasureSpeedsOptions)
@@ -58,6 +66,59 @@ def _rendered_speeds(found: Mapping[str, Any]) -> str:
     first = "measured" if found["measured"] else "nothing was measured: tables answer what a plan asks"
     rows = (("speeds", first), ("kernels", found["kernels"]), ("reason", found["reason"]))
     return messages.two_columns(rows, width=messages.output_width())
+
+
+@takes(MeasureLinksOptions)
+def links(options: MeasureLinksOptions) -> messages.Output:
+    """Measure what GPUs of this machine take to exchange tensors.
+
+    Times the all-reduces, all-gathers and reduce-scatters of 2, 4, 8 and all GPUs by size, and keeps them in the user's
+    cache, where plans find them. Without a GPU it times two processes, which no plan uses.
+    """
+    from moe_optimizer.measure.links.tables import measure_links
+
+    request = _link_request(options.gpus)
+    with progress_bar("links", lines=ProgressLines(verbose=options.verbose)) as show:
+        tables = measure_links(request, on_step=show)
+    return messages.Output(result=tables, render=_rendered_links)
+
+
+def _link_request(asked: int | None) -> LinkRequest:
+    """Return what to measure on this machine.
+
+    Raises:
+        UnsupportedError: it has no two GPUs, or not as many as asked for.
+    """
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
+    from moe_optimizer.measure.links.measurement import MOST_BYTES, LinkRequest
+
+    hardware = probe_hardware()
+    if hardware.gpu is None:
+        name = "" if hardware.cpu is None else hardware.cpu.name
+        device, there = "cpu", _PROCESSES
+    else:
+        name = hardware.gpu.name
+        device, there = "cuda", hardware.num_gpus
+    most = there if asked is None else asked
+    if not _PROCESSES <= most <= there:
+        what = "processes, without a GPU" if device == "cpu" else "GPUs"
+        raise UnsupportedError(
+            f"measure links: got {most} {what}, expected at least {_PROCESSES}, and at most the {there} that are here",
+            hint="one GPU exchanges nothing: plans need no links of it",
+        )
+    groups = sorted({2**exponent for exponent in range(1, most.bit_length())} | {most})
+    return LinkRequest(device=device, name=name, groups=tuple(groups), most_bytes=MOST_BYTES[device])
+
+
+def _rendered_links(tables: tuple[LinkTimes, ...]) -> str:
+    lines: list[str] = []
+    for table in tables:
+        lines += [f"{table.num_devices} x {table.device}", f"{'size':>10}{'all-reduce us':>16}{'gather us':>12}"]
+        lines += [
+            f"{bytes_in_words(size):>10}{us:>16.1f}{table.gather_us[size]:>12.1f}"
+            for size, us in table.all_reduce_us.items()
+        ]
+    return "\n".join(lines)
 
 
 @takes(MeasureStepOptions)
@@ -170,6 +231,7 @@ app = typer.Typer(
     help="Measure kernels on this machine, or a model on a text, for plans and profiles to use.", rich_markup_mode=None
 )
 app.command("speeds")(speeds)
+app.command("links")(links)
 app.command("step")(step)
 app.command("fp8-sensitivity")(fp8_sensitivity)
 app.command("four-bit-sensitivity")(four_bit_sensitivity)

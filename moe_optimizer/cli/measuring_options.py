@@ -130,6 +130,15 @@ class MeasureSpeedsOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasureLinksOptions(CommonOptions):
+    """Options of `moe-optimizer measure links`."""
+
+    gpus: int | None = option(
+        "--gpus", "N", "Measure up to so many GPUs together.  [default: all]", whole_number(2, 1024)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureStepOptions(PlanOptions):
     """Options of `moe-optimizer measure step`."""
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-from moe_optimizer.inspection import front_end, kernel_inventory, kernel_speeds, vllm_installation, vllm_runs
+from moe_optimizer.inspection import front_end, kernel_inventory, kernel_speeds, links, vllm_installation, vllm_runs
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, user_folder
 from moe_optimizer.specs.software import SoftwareSpec
 
@@ -32,6 +32,7 @@ def read_software() -> SoftwareSpec:
         kernels=kernel_inventory.read_kernel_inventory(),
         kernel_speeds=kernel_speeds.read_kernel_speeds(),
         front_end=front_end.read_front_end(vllm.version if vllm else ""),
+        links=links.read_links(),
         vllm_runs=vllm_runs.read_vllm_runs(),
         tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
         tuned_configs_by_variable=bool(os.environ.get(FOLDER_VARIABLE)),

@@ -12,6 +12,7 @@ from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.links import Links
 from moe_optimizer.specs.model import ModelSpec
 
 STEP_TOKENS = 8192
@@ -74,6 +75,9 @@ class LayoutQuestion:
     """
     front_end: FrontEnd = field(default_factory=FrontEnd)
     """What API servers of these machines were found to take; where it says nothing, `FRONT_END_TOKEN_US`."""
+    links: Links = field(default_factory=Links)
+    """What GPUs of these machines were measured to take to exchange tensors; where it says nothing, the constants of
+    the GPU's `collectives` do."""
     api_servers: int | None = None
     """Those of each server, as --api-server-count after -- says; None: one for each copy, as vLLM starts them."""
     more_api_servers: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from moe_optimizer.costs import comm
 from moe_optimizer.costs.roofline import DecodeStep, decode_cache_bytes, decode_step_bytes, memory_bandwidth, peak_flops
@@ -192,22 +194,22 @@ class StepModel:
         activations between the stages of a pipeline.
         """
         model, gpu, layout = self.question.model, self.question.gpu, self.layout
-        hidden = tokens.total * model.hidden_size * _BYTES
+        hidden, links = tokens.total * model.hidden_size * _BYTES, self.question.links
         slices = comm.Group(layout.tensor_parallel_size)
-        terms: list[tuple[int, Quantity]] = [(2 * model.num_layers, comm.all_reduce_us(hidden, gpu, slices))]
+        terms: list[tuple[int, Quantity]] = [(2 * model.num_layers, comm.all_reduce_us(hidden, gpu, slices, links))]
         if layout.data_parallel_size > 1 and model.is_moe:
             # vLLM's default: the tokens of all copies go to all GPUs, and the sums come back.
             copies = comm.Group(layout.data_parallel_size, self._machines_of_stage())
             everyone = hidden * layout.data_parallel_size
-            terms.append((2 * model.num_moe_layers, comm.gather_us(everyone, gpu, copies)))
+            terms.append((2 * model.num_moe_layers, comm.gather_us(everyone, gpu, copies, links)))
         if layout.pipeline_parallel_size > 1:
             across = layout.devices_of_server > self.question.gpus_per_machine
             sent = comm.send_us(hidden, gpu, across_machines=across)
             terms.append((layout.pipeline_parallel_size - 1, sent))
-        value, source = 0.0, Source.MODELLED
-        for count, term in terms:
-            value, source = value + count * term.value, source | term.source
-        return Quantity(value, "us", source, "; ".join(term.ref for _, term in terms if term.value))
+        used = [(count, term) for count, term in terms if term.value]
+        value = sum(count * term.value for count, term in used)
+        source = reduce(or_, (term.source for _, term in used or terms))
+        return Quantity(value, "us", source, "; ".join(term.ref for _, term in used))
 
     def _machines_of_stage(self) -> int:
         return -(-self.layout.devices_of_stage // self.question.gpus_per_machine)

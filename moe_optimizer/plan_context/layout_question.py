@@ -28,6 +28,7 @@ from moe_optimizer.plan_context.step_rule import sizes_without_plan, step_rule
 from moe_optimizer.specs.expert_formats import MXFP4, MXFP4_BITS
 from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.layout import Layout, parse_layout
+from moe_optimizer.specs.links import Links
 
 _FP8_BITS = 8
 
@@ -71,8 +72,9 @@ def layout_question(ctx: PlanContext) -> LayoutQuestion:
         fused_router_tokens=fused_router_tokens(ctx),
         load=None if load is None else load.placed_by.load,
         even_routing=ctx.pinned.value("--load-format") == "dummy",
-        # Other machines have other processors.
+        # Other machines have other processors, and other links.
         front_end=ctx.software.front_end if ctx.hardware.origin == "probed" else FrontEnd(),
+        links=ctx.software.links if ctx.hardware.origin == "probed" else Links(),
         api_servers=ctx.pinned.count(API_SERVERS_FLAG),
         more_api_servers=may_add_api_servers(ctx),
         prompt_graphs=prompts_have_graphs(ctx, steps.given or steps.asked or steps.most),

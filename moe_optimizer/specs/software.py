@@ -7,6 +7,7 @@ from typing import Literal
 
 from moe_optimizer.specs.front_end import FrontEnd
 from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.links import Links
 from moe_optimizer.specs.vllm_runs import VllmRuns
 
 
@@ -67,6 +68,8 @@ class SoftwareSpec:
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)
     front_end: FrontEnd = field(default_factory=FrontEnd)
     """What `bench` found of this machine's API servers."""
+    links: Links = field(default_factory=Links)
+    """What `measure links` found of this machine."""
     torch: str = ""
     """Version of torch; "" where it is not installed."""
     triton: str = ""

@@ -75,6 +75,7 @@ DEBUG = {
 MEASURE_TEXT = COMMON | MODEL | {"--text", "--output", "--max-tokens"}
 MEASURE = {
     "speeds": COMMON | PLAN | {"--budget"},
+    "links": COMMON | {"--gpus"},
     "step": COMMON | PLAN | {"--batches", "--context", "--steps", "--timeout"},
     "fp8-sensitivity": MEASURE_TEXT | {"--granularity"},
     "four-bit-sensitivity": MEASURE_TEXT | {"--format", "--group"},

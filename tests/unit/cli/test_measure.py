@@ -11,8 +11,11 @@ import pytest
 
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode, UnsupportedError
+from moe_optimizer.inspection import hardware_probe
 from moe_optimizer.measure import process
 from moe_optimizer.measure.kernel_speeds import tables
+from moe_optimizer.measure.links import tables as link_tables
+from tests.builders import gpus
 
 TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
 ON_TEXT = pytest.mark.parametrize("command", ["fp8-sensitivity", "four-bit-sensitivity", "activation-norms"])
@@ -164,3 +167,26 @@ def test_a_machine_that_cannot_serve_is_refused_before_anything_is_measured(
     assert main(["measure", "speeds", str(TINY_MOE), "--enable-flash-dmoe"]) == ExitCode.UNSUPPORTED
     assert measured == []
     assert "not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "arguments", "groups"),
+    [(8, (), (2, 4, 8)), (6, (), (2, 4, 6)), (8, ("--gpus", "3"), (2, 3)), (2, (), (2,))],
+)
+def test_links_are_measured_of_each_number_of_gpus_that_plans_take(
+    there: int, arguments: tuple[str, ...], groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(hardware_probe, "probe_hardware", lambda: gpus("h200", there))
+    monkeypatch.setattr(link_tables, "measure_links", lambda request, **_: seen.append(request) or ())
+    assert main(["measure", "links", *arguments]) == ExitCode.OK
+    (request,) = seen
+    assert (request.device, request.name, request.groups) == ("cuda", "NVIDIA H200", groups)
+
+
+@pytest.mark.parametrize(("there", "arguments"), [(1, ()), (2, ("--gpus", "4"))])
+def test_links_of_fewer_gpus_than_it_takes_are_refused(
+    there: int, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware_probe, "probe_hardware", lambda: gpus("h200", there))
+    assert main(["measure", "links", *arguments]) == ExitCode.UNSUPPORTED

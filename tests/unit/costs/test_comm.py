@@ -9,11 +9,24 @@ from hypothesis import strategies as st
 
 from moe_optimizer.costs.comm import Group, all_reduce_us, gather_us
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
+from moe_optimizer.specs.links import Links, LinkTimes
 from moe_optimizer.specs.quantity import Source
 
 RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "records"
 H100 = load_catalog_entry("h100_sxm").gpu
 L40S = load_catalog_entry("l40s").gpu
+MEASURED = Links(
+    tables=(
+        LinkTimes(
+            device=L40S.name,
+            num_devices=2,
+            versions="",
+            all_reduce_us={2**12: 40.0, 2**16: 90.0},
+            gather_us={2**12: 50.0, 2**16: 60.0},
+            source="measured here",
+        ),
+    )
+)
 
 
 def test_one_gpu_needs_no_collective():
@@ -79,3 +92,25 @@ def test_gpus_of_a_machine_share_what_comes_from_others(num_bytes, each):
     start, few = (gather_us(size, H100, Group(2 * each, 2)).value for size in (0, num_bytes))
     again, many = (gather_us(size, H100, Group(4 * each, 2)).value for size in (0, num_bytes))
     assert many - again < few - start
+
+
+@pytest.mark.parametrize(("num_bytes", "us"), [(2**12, 40.0), (2**14, 60.0), (2**16, 90.0)])
+def test_what_was_measured_of_these_gpus_counts_also_between_two_sizes(num_bytes, us):
+    found = all_reduce_us(num_bytes, L40S, Group(2), MEASURED)
+    assert found.value == pytest.approx(us)
+    assert found.source is Source.MEASURED
+    assert "measured here" in found.ref
+    assert gather_us(2**12, L40S, Group(2), MEASURED).value == 50.0
+
+
+@pytest.mark.parametrize(("num_bytes", "nearest"), [(2**10, 2**12), (2**20, 2**16)])
+def test_beyond_the_measured_sizes_a_time_grows_as_modelled(num_bytes, nearest):
+    found, there = (all_reduce_us(size, L40S, Group(2), MEASURED) for size in (num_bytes, nearest))
+    modelled, modelled_there = (all_reduce_us(size, L40S, Group(2)) for size in (num_bytes, nearest))
+    assert found.value / there.value == pytest.approx(modelled.value / modelled_there.value)
+    assert found.source is modelled.source
+
+
+@pytest.mark.parametrize(("gpu", "group"), [(L40S, Group(4)), (L40S, Group(2, 2)), (H100, Group(2)), (L40S, Group(1))])
+def test_of_other_gpus_or_numbers_of_them_nothing_was_measured(gpu, group):
+    assert all_reduce_us(2**14, gpu, group, MEASURED) == all_reduce_us(2**14, gpu, group)

@@ -13,9 +13,10 @@ from moe_optimizer.costs.step_size import StepRule
 from moe_optimizer.layouts.constants import LEDGER, PROMPT_LEDGER
 from moe_optimizer.layouts.experts import expert_times
 from moe_optimizer.layouts.serving import step_tokens
-from moe_optimizer.layouts.step import ATTENTION, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
+from moe_optimizer.layouts.step import ATTENTION, EXCHANGE, EXPERTS, HOST, LAUNCHES, MATRICES, StepModel, Tokens
 from moe_optimizer.specs.kernel_speeds import SpeedTables, TokenSpeeds
 from moe_optimizer.specs.layout import Layout, parse_layout
+from moe_optimizer.specs.links import Links, LinkTimes
 from moe_optimizer.specs.quantity import Source
 from tests.builders import deepseek_v3, expert_load, gpt_oss_120b, mixtral_8x7b, qwen3_30b_a3b, qwen3_30b_a3b_fp8
 from tests.unit.layouts.questions import TABLES, question
@@ -291,6 +292,21 @@ def test_experts_are_measured_where_a_table_has_them(layout, tokens, source):
     part = StepModel(asked, parse_layout(layout)).parts(Tokens(sequences=tokens, context=100))[EXPERTS]
     assert part.source is source
     assert "benchmarks/records" in part.ref
+
+
+def test_what_gpus_exchange_is_measured_where_their_links_are():
+    asked = question(gpus=2)
+    times = {2**12: 100.0, 2**26: 100.0}
+    table = LinkTimes(
+        device=asked.gpu.name, num_devices=2, versions="", all_reduce_us=times, gather_us=times, source="here"
+    )
+    measured = dataclasses.replace(asked, links=Links(tables=(table,)))
+    tokens = Tokens(sequences=64, context=100)
+    for name, count in (("tp2", 2 * asked.model.num_layers), ("tp1dp2ep", 2 * asked.model.num_moe_layers)):
+        layout = parse_layout(name)
+        modelled, found = (StepModel(each, layout).parts(tokens)[EXCHANGE] for each in (asked, measured))
+        assert modelled.source is Source.MODELLED
+        assert (found.value, found.source) == (pytest.approx(100.0 * count), Source.MEASURED)
 
 
 def test_experts_that_a_measured_load_does_not_use_are_not_read():

@@ -20,7 +20,9 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime
 from moe_optimizer.specs.kernel_speeds import TokenSpeeds
+from moe_optimizer.specs.links import Links, LinkTimes
 from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     deepseek_v3,
     gpus,
@@ -143,6 +145,21 @@ def test_each_part_of_a_step_is_explained_by_its_source():
         assert part.ref.split()[0] in f"{rows[at]} {rows[at + 1]}"
     assert max(map(len, lines)) <= 80
     assert not any("modelled" in line for line in layout_lines(choice, 80))
+
+
+def test_measured_links_count_on_this_machine_alone():
+    here = dataclasses.replace(gpus("h100_sxm", 2), origin="probed")
+    assert here.gpu is not None
+    times = {2**12: 100.0, 2**26: 100.0}
+    table = LinkTimes(
+        device=here.gpu.name, num_devices=2, versions="", all_reduce_us=times, gather_us=times, source="here"
+    )
+    with_links = dataclasses.replace(software(), links=Links(tables=(table,)))
+    sources = [
+        choice_of(made_plan(qwen3_30b_a3b(), machine, software=with_links, layout="tp2")).parts_us["exchange"].source
+        for machine in (here, dataclasses.replace(here, origin="named"))
+    ]
+    assert sources == [Source.MEASURED, Source.MODELLED]
 
 
 def test_a_part_that_rounds_to_nothing_is_not_listed():

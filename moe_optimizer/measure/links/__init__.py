@@ -1,0 +1,1 @@
+"""Measures what GPUs of one machine take to exchange tensors."""
