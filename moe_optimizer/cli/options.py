@@ -188,11 +188,6 @@ class PlanOptions(ModelOptions):
     vllm_args: ServeArguments = NO_ARGUMENTS
     """The arguments after `--`."""
 
-    @property
-    def one_server(self) -> bool:
-        """Whether to plan one server over all machines."""
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class AimOptions(PlanOptions):
@@ -230,15 +225,10 @@ class PlanCommandOptions(AimOptions):
     render: str | None = choice(
         "--render",
         "|".join(RENDERINGS),
-        "Print only what starts the plan: commands for one server through Ray (prefill and decode apart: for each "
-        "machine), or a Kubernetes LeaderWorkerSet.",
+        "Print only what starts the plan: the commands of each machine, with Ray where a server's layers lie on "
+        "several, or a Kubernetes LeaderWorkerSet.",
         RENDERINGS,
     )
-
-    @property
-    def one_server(self) -> bool:
-        """True for `--render ray`: Ray connects the machines of one server."""
-        return self.render == "ray"
 
 
 @dataclass(frozen=True, kw_only=True)

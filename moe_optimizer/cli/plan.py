@@ -30,7 +30,7 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
     if not plan.num_gpus:
         raise UnsupportedError("--render: several machines are planned for GPUs only")
     if render == "ray" and plan.num_nodes == 1:
-        raise InputError("--render ray: got one machine, expected --nodes 2 or more",
+        raise InputError("--render ray: got a plan for one machine, expected one for several (--nodes 2 or more)",
                          hint="start one machine with: moe-optimizer serve")  # fmt: skip
     if plan.group is not None and plan.num_nodes == 1:
         raise UnsupportedError("--render: servers behind a router on one machine are started by the launcher",

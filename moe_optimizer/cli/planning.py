@@ -164,7 +164,6 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         profile=profile,
         num_gpus=settings["gpus"],
         num_nodes=options.nodes,
-        one_server=options.one_server,
         wishes=settings.wishes,
         required=settings.required,
         strict=settings["strict"],

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 from moe_optimizer.errors import printable
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.machine_commands import render_machines
 from moe_optimizer.plan.plan import Plan
@@ -170,10 +170,7 @@ class _Page:
         if plan.num_nodes > 1:
             yield from (printable(f"  {line}".rstrip()) for line in render_machines(plan).splitlines())
             yield ""
-            over_all = "" if plan.group else " of one server over all machines, through Ray"
-            # By itself --render ray takes splits into account only where they are asked for.
-            chosen = plan.group is not None and plan.decision("disaggregation").wish is Wish.AUTO
-            yield f"  Only the commands{over_all}: {'--enable-disaggregation ' if chosen else ''}--render ray."
+            yield "  Only the commands: --render ray."
             yield "  A Kubernetes LeaderWorkerSet: --render lws."
         elif plan.group is None:
             yield from self._serve_command(plan, plan.serve_args, plan.serve_env, "RUN_DIR")

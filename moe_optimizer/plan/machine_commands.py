@@ -41,8 +41,8 @@ def render_machines(plan: Plan) -> str:
     )
     if needs_plan(plan):
         lines += comment_lines(
-            f"The plan travels as a file: the same command with --json{_layout_words(plan)} instead of --render makes "
-            "it; it lies at RUN_DIR/plan.json on every machine."
+            "The plan travels as a file: the same command with --json instead of --render makes it; it lies at "
+            "RUN_DIR/plan.json on every machine."
         )
     for name, folder in files_of(plan).items():
         lines += comment_lines(f"{name} lies at {folder} on every machine.")
@@ -65,14 +65,6 @@ def render_machines(plan: Plan) -> str:
         ]
         return "\n".join(lines) + "\n"
     return "\n".join([*lines, *_stages_of_machines(plan, environment)]) + "\n"
-
-
-def _layout_words(plan: Plan) -> str:
-    """Return what else asks for the plan's pipeline, which may be planned for --render ray alone."""
-    choice = plan.layouts
-    if plan.parallelism.pipeline_parallel_size == 1 or choice is None or choice.pinned_by:
-        return ""
-    return f" --layout {choice.chosen}"
 
 
 def _asked_host(plan: Plan, address: str) -> str:

@@ -56,8 +56,6 @@ def allows_layout(
             nodes == 1 or across in ("auto", across_nodes),
             # A pipeline that is asked for is one server over all machines.
             piped in (1, nodes) or across != "pipeline",
-            # Servers for prompts and answers that are asked for are several.
-            not ctx.request.one_server or piped == nodes or ctx.wish("disaggregation")[0] is Wish.ON,
         )
     )
 

@@ -36,8 +36,6 @@ class PlanRequest:
     """GPUs to use, of all machines together; None: all there are."""
     num_nodes: int = 1
     """Machines, all like `hardware`."""
-    one_server: bool = False
-    """One server over all machines, whatever the profile says of them."""
     wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
     """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
     required: frozenset[str] = frozenset()

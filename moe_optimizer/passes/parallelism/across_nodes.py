@@ -44,8 +44,6 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         return _copies_over_machines(ctx, split)
     nodes, wished = ctx.request.num_nodes, ctx.profile.passes.parallelism.across_nodes
     origin = ctx.profile_origin
-    if ctx.request.one_server:
-        wished, origin = "pipeline", "--render ray"
     if nodes == 1 or ctx.params(DisaggregationParams) is not None:
         return AcrossNodes(split=split, reason=_apart(ctx))
     if ctx.layout is not None and ctx.layout_choice is not None and ctx.layout_choice.pinned_by:

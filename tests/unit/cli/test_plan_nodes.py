@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import yaml
 
 from moe_optimizer.cli.main import main
 from moe_optimizer.errors import ExitCode
+from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.specs.layout import parse_layout
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[2] / "data" / "model_configs"
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
@@ -61,11 +65,32 @@ def test_the_plan_says_how_to_start_every_machine(capsys: pytest.CaptureFixture[
     assert max(len(line) for line in shown.splitlines() if TINY_MOE not in line) <= 80
 
 
-def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TWO, "--render", "ray"]) == ExitCode.OK
+@pytest.mark.parametrize("pinned", [[], ["--layout", "tp1pp2"], ["--layout", "tp4x4"], ["--layout", "tp2dp8ep"]])
+def test_what_is_rendered_for_ray_is_the_planned_layout(
+    pinned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(MODEL_CONFIGS / "qwen3_moe.json", tmp_path / "config.json")
+    gpus = "2" if "tp1pp2" in pinned else "16"
+    asked = ["plan", str(tmp_path), "--hardware", "h100_sxm", "--gpus", gpus, "--nodes", "2", *pinned]
+    assert main([*asked, "--json"]) == ExitCode.OK
+    plan = json.loads(capsys.readouterr().out)
+    layout = parse_layout(plan["layouts"]["chosen"])
+    assert main([*asked, "--render", "ray"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert "--pipeline-parallel-size 2" in shown
-    assert "ray start --head" in shown
+    commands = re.findall(r"^.*vllm serve \S+ (.*?)&?$", shown.replace("\\\n", " "), re.MULTILINE)
+    served = [ServeArguments(*shlex.split(command)) for command in commands]
+    assert served
+    for arguments in served:
+        assert (arguments.count("--tensor-parallel-size") or 1) == layout.tensor_parallel_size
+        assert (arguments.count("--data-parallel-size") or 1) == layout.data_parallel_size
+        assert (arguments.count("--pipeline-parallel-size") or 1) == layout.pipeline_parallel_size
+        assert arguments.is_on("--enable-expert-parallel") is layout.expert_parallel
+    within = layout.devices_of_server <= 8 and layout.pipeline_parallel_size == 1
+    assert len(served) == (layout.replicas // 2 if within else 2 if layout.data_parallel_size > 1 else 1)
+    assert ("ray start" in shown) is (layout.pipeline_parallel_size > 1)
+
+
+def test_a_leader_worker_set_is_rendered_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TWO, "--render", "lws"]) == ExitCode.OK
     kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds[-2:] == ["Service", "LeaderWorkerSet"]
@@ -87,7 +112,7 @@ def test_what_the_page_says_of_only_the_commands_prints_these(
     assert [line.strip() for line in page.partition("\nCommands\n")[2].splitlines()][: len(commands)] == commands
 
 
-def test_the_plan_beside_the_commands_of_a_pipeline_is_of_that_pipeline(
+def test_the_plan_beside_the_commands_is_the_one_that_they_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(MODEL_CONFIGS / "qwen3_moe.json", tmp_path / "config.json")
@@ -97,7 +122,7 @@ def test_the_plan_beside_the_commands_of_a_pipeline_is_of_that_pipeline(
     words = shown.replace("\n# ", " ").partition("the same command with ")[2].partition(" instead of --render")[0]
     assert main([*asked, *words.split()]) == ExitCode.OK
     served = json.loads(capsys.readouterr().out)["serve_args"]
-    printed = shown.partition("\nvllm serve ")[2].replace("\\\n", " ").split()
+    printed = shown.partition("vllm serve ")[2].partition(" &\n")[0].replace("\\\n", " ").split()
     assert served[served.index("--shutdown-timeout") :] == printed[printed.index("--shutdown-timeout") :]
 
 
@@ -118,7 +143,6 @@ def test_prefill_and_decode_over_machines_are_shown_and_rendered(
     assert commands.count("vllm-router \\") == 1
     for page in (shown[""], shown["--explain"]):
         assert page.count("vllm serve ") == len(servers)
-        assert "of one server over all machines" not in page
     kinds = [document["kind"] for document in yaml.safe_load_all(shown["lws"])]
     assert kinds[-4:] == ["Service", "LeaderWorkerSet", "LeaderWorkerSet", "Deployment"]
 

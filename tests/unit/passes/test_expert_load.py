@@ -17,6 +17,7 @@ from tests.builders import (
     dense_model,
     gpt_oss_20b,
     gpus,
+    profile_with,
     qwen3_30b_a3b,
     software,
     tiny_moe,
@@ -51,7 +52,8 @@ def test_it_counts_and_names_the_record_of_its_cost_on_such_a_device(ctx: PlanCo
 
 def test_a_model_on_several_machines_is_counted_when_asked_for():
     # Every machine writes the layers that it holds into a folder of its own.
-    ctx = context(qwen3_30b_a3b(), gpus("h200", 8), num_gpus=16, num_nodes=2, one_server=True)
+    pipeline = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}})
+    ctx = context(qwen3_30b_a3b(), gpus("h200", 8), pipeline, num_gpus=16, num_nodes=2)
     decision = decide(ctx)
     assert (decision.status, decision.evidence) == (Status.OFF, ())
     assert "several machines" in decision.reason

@@ -24,6 +24,6 @@ _PINNED = {"replicas": "tp8x2", "apart": "tp4p1d3", "copies": "tp2dp8ep", "pipel
 def plan(kind: str, **changes: Any) -> Plan:
     """Return a plan for two machines of eight GPUs."""
     model, machine = (qwen3_30b_a3b(), "h100_sxm") if kind in ("replicas", "apart") else (bf16_deepseek(), "h200")
-    pinned = {"layout": _PINNED[kind]} if kind in _PINNED and not changes.get("one_server") else {}
+    pinned = {"layout": _PINNED[kind]} if kind in _PINNED else {}
     fields = {"num_nodes": 2, "num_gpus": 16, **pinned, **changes}
     return made_plan(model, gpus(machine, 8), "balanced", **fields)

@@ -16,7 +16,7 @@ from moe_optimizer.plan.leader_worker_set import render_lws
 from moe_optimizer.plan.machine_commands import render_machines
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
-from tests.builders import deepseek_v3
+from tests.builders import deepseek_v3, gpus, made_plan, profile_with, qwen3_30b_a3b
 from tests.unit.plan.several_machines import plan
 
 
@@ -39,7 +39,9 @@ def test_a_model_that_one_machine_does_not_hold_is_divided_by_layers():
 
 
 def test_one_server_can_be_asked_for():
-    assert re.fullmatch("TP=8.* PP=2", plan("replicas", one_server=True).decision("parallelism").value)
+    profile = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}})
+    made = made_plan(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile, num_nodes=2, num_gpus=16)
+    assert re.fullmatch("TP=8.* PP=2", made.decision("parallelism").value)
 
 
 def commands(text: str) -> list[list[str]]:
