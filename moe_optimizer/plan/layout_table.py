@@ -1,6 +1,6 @@
 """Renders the choice of a layout for people: a table of the five best with a bar each, and the parts of a step.
 
-GB/GPU are weights.
+GB/GPU are weights. The bars are tokens/s, in percent of the most; they begin not far below the least that is shown.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from collections.abc import Iterator
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, OtherEstimate, waiting_in_words
 from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words
 
-_BAR = 6
-_WITH_BARS = 79
+_BARS = (6, 20)
+"""The shortest and the longest one."""
+_BESIDE_BARS = 74
+"""Columns of the figures, and of what two percentages take."""
+_SCALE_STEP = 0.05
+_LEAST_SCALE = 0.1
+"""Chosen: differences of a hundredth stay small."""
 _LEAST_SHARE = 0.005
 """Of a step: a smaller part is not listed."""
 
 
 def layout_lines(choice: LayoutChoice, width: int, *, explain: bool = False) -> Iterator[str]:
     """Yield the lines of a section: what was asked, the table, the parts of a step, with `explain` each with its
-    source. The bars need 79 columns.
+    source.
     """
-    bar = _BAR if width >= _WITH_BARS else 0
     limits = [
         f"{name} <= {limit:g} ms"
         for name, limit in (("TTFT", choice.ttft_limit_ms), ("TPOT", choice.tpot_limit_ms))
@@ -31,10 +35,14 @@ def layout_lines(choice: LayoutChoice, width: int, *, explain: bool = False) -> 
     clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
     aim = f"pinned by {choice.pinned_by}" if choice.pinned_by else f"goal {choice.goal}, {choice.num_layouts} compared"
     yield from _wrapped(f"{', '.join([aim, clients, *limits])}; predicted, not measured", width)
-    yield f"  {'layout':<12}{'TPOT ms':>8}{'TTFT ms':>8}{'tokens/s':>10}{'GB/GPU':>7}"
     most = max(each.tokens_per_s for each in choice.estimates)
-    for each in choice.estimates:
-        yield from _rows(each, each.why_not or _planned(choice), most, bar, width)
+    shares = [each.tokens_per_s / most for each in choice.estimates]
+    start = min(_SCALE_STEP * math.floor(min(shares) / _SCALE_STEP), 1 - _LEAST_SCALE)
+    scale = f"{100 * start:.0f} to 100%"
+    yield f"  {'layout':<12}{'TPOT ms':>8}{'TTFT ms':>8}{'tokens/s':>10}{'GB/GPU':>7}  {scale}"
+    for each, share in zip(choice.estimates, shares, strict=True):
+        bar = _bar((share - start) / (1 - start), width)
+        yield from _rows(each, bar, each.why_not or _planned(choice), width)
     if choice.other is not None:
         yield from _wrapped(_told(choice.other), width)
     yield from _parts(choice, width, explain=explain)
@@ -55,12 +63,17 @@ def _told(other: OtherEstimate) -> str:
     return f"{other.name}{asked}: TPOT {other.tpot_ms:.4g} ms, {other.tokens_per_s:,.0f} tokens/s{warning}"
 
 
-def _rows(each: LayoutEstimate, why: str, most: float, bar_width: int, width: int) -> Iterator[str]:
-    filled = max(1, round(bar_width * each.tokens_per_s / most)) if bar_width else 0
-    bar = "  " + "#" * filled + "." * (bar_width - filled) if bar_width else " "
+def _bar(share: float, width: int) -> str:
+    """Return a bar that is longer where there are more columns."""
+    shortest, longest = _BARS
+    length = min(max(width - _BESIDE_BARS, shortest), longest)
+    filled = round(length * share)
+    return "#" * filled + "." * (length - filled)
+
+
+def _rows(each: LayoutEstimate, bar: str, why: str, width: int) -> Iterator[str]:
     figures = f"{each.tpot_ms:>8.2f}{each.ttft_ms:>8.0f}{each.tokens_per_s:>10,.0f}{each.weight_bytes / 1e9:>7.1f}"
-    row = f"  {each.layout:<12}{figures}{bar}"
-    yield from _row_with_note(row, why, width)
+    yield from _row_with_note(f"  {each.layout:<12}{figures}  {bar}", why, width)
 
 
 def _planned(choice: LayoutChoice) -> str:

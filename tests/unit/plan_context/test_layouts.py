@@ -170,6 +170,30 @@ def test_a_part_that_rounds_to_nothing_is_not_listed():
     assert "crumbs" not in text
 
 
+@pytest.mark.parametrize("width", [60, 79, 120])
+def test_the_bars_tell_layouts_apart_that_differ_by_a_few_percent(width):
+    choice = choice_of(planned())
+    shares = (1.0, 0.97, 0.93, 0.89, 0.84)
+    rows = [
+        dataclasses.replace(each, tokens_per_s=1e4 * share, why_not="slower")
+        for each, share in zip(choice.estimates, shares, strict=True)
+    ]
+    lines = list(layout_lines(dataclasses.replace(choice, estimates=tuple(rows)), width))
+    assert max(map(len, lines)) <= width
+    assert " 80 to 100%" in "\n".join(lines)
+    bars = [re.search(r" (#+\.*)", line) for line in lines]
+    lengths = [bar[1].count("#") for bar in bars if bar is not None]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) == len(shares)
+
+
+def test_the_bars_do_not_make_much_of_layouts_that_are_nearly_alike():
+    choice = choice_of(planned())
+    rows = [dataclasses.replace(each, tokens_per_s=1e4 - index) for index, each in enumerate(choice.estimates)]
+    text = "\n".join(layout_lines(dataclasses.replace(choice, estimates=tuple(rows)), 80))
+    assert text.count(" ###### ") + text.count(" ######\n") == len(rows)
+
+
 @pytest.mark.parametrize(("layout", "said"), [("tp1p1d7", True), ("tp1p6d2", False)])
 def test_a_planned_split_whose_prompts_wait_to_be_read_says_so(layout, said):
     plan = planned(layout=layout, clients=256, input_tokens=8000, output_tokens=200)
