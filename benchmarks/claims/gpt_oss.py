@@ -11,7 +11,7 @@ from benchmarks.claims.claim import Claim, Table, cases
 
 _LAYER = "2026-11-28_h200_gpt_oss_experts"
 _SERVED = (f"{_LAYER}_served_again", "2026-11-28_h200_gpt_oss_120b_served")
-_SLICES, _PADDING = "2026-11-29_h200_four_bit_gpt_oss_tp2", "2026-11-29_h200_graph_padding"
+_SLICES = "2026-11-29_h200_four_bit_gpt_oss_tp2"
 _ROUTINGS = ("uniform", "zipf")
 
 
@@ -81,20 +81,6 @@ def _slices(record: Any) -> list[float]:
     few = [each for tokens, found in kept.items() if 2 <= tokens <= 256 for each in found]
     many = [each for tokens, found in kept.items() if tokens >= 512 for each in found]
     return [min(kept[1]), min(few), max(few), min(many), max(many), min(rounded), max(rounded)]
-
-
-def _padded(record: Any) -> list[float]:
-    """Return steps with padding in graphs of 4 and 8, of how many the graph and two runs were off, full steps, and
-    those with padding in graphs of 16.
-    """
-    steps = [each for side in record["sides"].values() for each in side]
-    full = [each for each in steps if each["rows_of_requests"] == each["tokens"]]
-    few = [each for each in steps if each not in full and each["tokens"] <= 8]
-    more = [each for each in steps if each not in full and each["tokens"] == 16]
-    assert {each["tokens"] for each in few} == {4, 8}
-    assert not any(each["graph_off"] or each["two_runs_off"] for each in full + more)
-    summed = [sum(each[key] for each in few) for key in ("steps", "graph_off", "two_runs_off")]
-    return [*summed, *(sum(each["steps"] for each in group) for group in (full, more))]
 
 
 def _served(again: Any, dummy: Any, layers: str, clients: str) -> list[float]:
@@ -168,13 +154,6 @@ CLAIMS = [
         "from 512 on ({1.33} to {1.65} with",
         (_SLICES,),
         _slices,
-    ),
-    Claim(
-        "docs/passes/flash_dmoe.md",
-        "of {57} steps with 3 rows in graphs of 4 or 5 to 7 in graphs of 8 {54} were off somewhere, and {54} in two "
-        "runs without a graph; of {331} full steps of 1 to 16 rows,\nand of {21} padded ones of 16, none",
-        (_PADDING,),
-        _padded,
     ),
     Claim(
         "docs/passes/flash_dmoe.md",
