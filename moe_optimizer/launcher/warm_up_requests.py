@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optimizer.proof.record import MOST_COMPARED_REPLAYS
+from moe_optimizer.proof.record import PADDED_REPLAYS
 
 _TOKEN_IDS = 200
 """Chosen: ids below are in every vocabulary; they start at 10, after most special tokens."""
@@ -74,7 +74,7 @@ def _decode_batches(shapes: Shapes, prompts: Prompts, room: int) -> Iterator[Req
     batches = _batches(shapes.max_num_seqs, shapes.captured)
     for batch in batches:
         # The first token is of the prompt.
-        body = _body([prompts.of(max(1, min(5, room))) for _ in range(batch)], 1 + MOST_COMPARED_REPLAYS)
+        body = _body([prompts.of(max(1, min(5, room))) for _ in range(batch)], 1 + PADDED_REPLAYS)
         yield Request(what=f"{batch} requests at once", body=body, proves=True)
     if shapes.drafts and room >= _REPEATED * _REPEATS:
         for batch in batches:

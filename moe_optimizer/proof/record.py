@@ -26,8 +26,8 @@ WARMING_FILE = "warming"
 """Lies beside plan.json while the launcher warms a server up: what runs until then is no user's traffic."""
 COMPARED_REPLAYS = 2
 """Replays of each CUDA graph that a worker compares, of those without padding."""
-MOST_COMPARED_REPLAYS = 4
-"""The same with those that have some, so that a server that is warmed up has to replay as many."""
+PADDED_REPLAYS = 4
+"""The most of those that have some, so that a server that is warmed up has to replay as many."""
 DRAINING_FILE = "draining"
 """Lies beside plan.json once the launcher stops a server: it takes no new requests."""
 HEARTBEAT_QUERY = "?heartbeat"

@@ -298,9 +298,12 @@ def test_what_rounding_changes_is_no_finding_where_padding_chooses_experts_too(s
     assert "passed in 1 of 1" in found.said
 
 
-def test_replays_without_padding_decide_where_padding_leaves_it_open(server: Server) -> None:
-    found = checked(server, FirstRunner, MISTAKES["2 % in a seventh of the residual"])
-    for rows in (PADDED - 1, PADDED, PADDED - 1):
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("padded", [1, 6])
+def test_replays_without_padding_decide_however_many_had_some(server: Server, padded: int, world_size: int) -> None:
+    mistake = MISTAKES["2 % in a seventh of the residual"]
+    found = checked(server, FirstRunner, mistake, parallel_config=ranks(world_size))
+    for rows in (*[PADDED - 1] * padded, PADDED):
         found.step(rows=rows)
     with pytest.raises(RequiredNotAppliedError, match="experts compute something else"):
         found.step()

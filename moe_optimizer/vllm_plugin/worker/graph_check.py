@@ -1,4 +1,4 @@
-"""Compares the first replay of each of vLLM's CUDA graphs with the same step computed without a graph.
+"""Compares the first replays of each of vLLM's CUDA graphs with the same step computed without a graph.
 
 The canary chooses the inputs of single layers; vLLM's graphs hold the whole model, and no layer's inputs can be chosen.
 But a step can be computed twice: it writes the same keys and values into the same slots of the cache. So where a graph
@@ -30,7 +30,7 @@ import torch
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
-from moe_optimizer.proof.record import COMPARED_REPLAYS, MOST_COMPARED_REPLAYS
+from moe_optimizer.proof.record import COMPARED_REPLAYS, PADDED_REPLAYS
 from moe_optimizer.vllm_plugin.experts.canary import failed, our_layers
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captured_graphs
@@ -69,31 +69,41 @@ class _Compared:
     """What is known of one graph."""
 
     full: _Replays = field(default_factory=lambda: _Replays(_TOLERANCE))
-    """Those whose rows are all requests'. They tell more, so the others alone end the comparison later."""
+    """Those whose rows are all requests'. They tell more: two of them decide, whatever the others were."""
     padded: _Replays = field(default_factory=lambda: _Replays(_OF_PADDED))
     settled: bool = False
     """Whether a replay was right, and no other rank waits for more."""
 
     @property
-    def differences(self) -> list[float]:
-        """Of all replays."""
-        return self.full.differences + self.padded.differences
+    def by_full(self) -> bool:
+        """Whether enough replays without padding were compared to decide."""
+        return len(self.full.differences) == COMPARED_REPLAYS
 
     @property
-    def complete(self) -> bool:
-        """Whether enough replays were compared."""
-        enough = len(self.full.differences) == COMPARED_REPLAYS or len(self.differences) == MOST_COMPARED_REPLAYS
-        return self.settled or enough
+    def decided(self) -> bool:
+        """Whether enough replays were compared, as far as there were any."""
+        return self.settled or self.by_full or len(self.padded.differences) == PADDED_REPLAYS
+
+    @property
+    def deciding(self) -> list[float]:
+        """By how much those were off that decide."""
+        return self.full.differences if self.by_full else self.full.differences + self.padded.differences
 
     @property
     def wrong(self) -> bool:
-        """Whether every replay was off."""
-        return self.full.off and (self.padded.off or len(self.full.differences) == COMPARED_REPLAYS)
+        """Whether every one of those was off."""
+        return self.full.off and (self.by_full or self.padded.off)
 
     @property
     def passed(self) -> bool:
         """Whether enough replays were compared with numbers, and one was right."""
-        return self.complete and not self.wrong and not any(map(math.isnan, self.differences))
+        return self.decided and not self.wrong and not any(map(math.isnan, self.deciding))
+
+    def is_due(self, *, padded: bool) -> bool:
+        """Return whether a replay is to be compared. It is a matter of the steps' rows alone, unless one settled it."""
+        if self.settled or self.by_full:
+            return False
+        return not padded or len(self.padded.differences) < PADDED_REPLAYS
 
 
 class GraphCheck:
@@ -232,7 +242,10 @@ class GraphCheck:
             manager.run_pw_graph = self._watched(manager.run_pw_graph)
 
     def _due(self, graph: Hashable) -> bool:
-        return self._armed and not self._seen(graph).complete
+        return self._armed and self._seen(graph).is_due(padded=self._is_padded(graph))
+
+    def _is_padded(self, graph: Any) -> bool:
+        return self._rows < _tokens(graph)
 
     def _seen(self, graph: Hashable) -> _Compared:
         return self._compared.setdefault(graph, _Compared())
@@ -248,7 +261,7 @@ class GraphCheck:
         Raises:
             RequiredNotAppliedError: the graph is wrong, in several steps.
         """
-        seen, padded = self._seen(graph), self._rows < _tokens(graph)
+        seen, padded = self._seen(graph), self._is_padded(graph)
         like_it = seen.padded if padded else seen.full
         kept = _hidden(replayed)[: self._rows].clone()
         try:
@@ -266,9 +279,9 @@ class GraphCheck:
         if difference > _TOLERANCE:
             rows = f"{self._rows} of them requests'" if padded else "all requests'"
             logger.info("%s; %s", _found(graph, like_it.noise, difference), rows)
-        if seen.complete and self._ours:
+        if seen.decided and self._ours:
             self._judge(graph, seen)
-        elif seen.complete and seen.wrong:
+        elif seen.decided and seen.wrong:
             logger.warning("vLLM's own kernels: %s", _of_least(graph, seen))
 
     def _judge(self, graph: Any, seen: _Compared) -> None:
@@ -279,9 +292,10 @@ class GraphCheck:
         if not passed:
             self._say("vLLM's graphs not compared: the same steps without them give hidden states that are not numbers")
             return
+        off = max((each for seen in passed for each in seen.deciding if math.isfinite(each)), default=0.0)
         self._say(
             f"passed in {len(passed)} of {len(captured_graphs(self._worker))} of vLLM's graphs, beside the same steps "
-            f"without them: off by {max(max(each.differences) for each in passed):.1g} at most"
+            f"without them: off by {off:.1g} at most"
         )
 
     def _say(self, outcome: str) -> None:
@@ -340,7 +354,8 @@ def _found(graph: Any, noise: float, difference: float) -> str:
 
 def _of_least(graph: Any, seen: _Compared) -> str:
     """Return what was found in the replay that was off least."""
-    return _found(graph, max(seen.full.noise, seen.padded.noise), min(seen.differences))
+    noise = seen.full.noise if seen.by_full else max(seen.full.noise, seen.padded.noise)
+    return _found(graph, noise, min(seen.deciding))
 
 
 def _mode(graph: Any) -> str:
