@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from types import ModuleType
@@ -165,17 +166,26 @@ def _over_routings(timed: dict[str, TokenSpeeds]) -> TokenSpeeds:
     in_all = sorted(set.intersection(*(set(row.ours_us) for row in rows)))
     holding = [name for name in in_all if all(row.ours_us[name] <= row.stock_us for row in rows)]
     stock_us = geometric_mean(row.stock_us for row in rows)
+
+    def ours(name: str, stock_us: float, times: Sequence[float]) -> float:
+        slower = max(row.ours_us[name] / row.stock_us for row in rows)
+        return round(geometric_mean(times) if holding else slower * stock_us, 2)
+
     return TokenSpeeds(
         tokens=rows[0].tokens,
         stock_us=round(stock_us, 2),
-        ours_us={name: round(geometric_mean(row.ours_us[name] for row in rows), 2) for name in holding}
-        or {name: round(stock_us * max(row.ours_us[name] / row.stock_us for row in rows), 2) for name in in_all},
+        ours_us={name: ours(name, stock_us, [row.ours_us[name] for row in rows]) for name in holding or in_all},
         peers_us={
             name: round(geometric_mean(row.peers_us[name] for row in rows), 2)
             for name in _PEERS
             if all(name in row.peers_us for row in rows)
         },
-        even_us={} if even is None else {STOCK: even.stock_us, **{name: even.ours_us[name] for name in holding}},
+        even_us={}
+        if even is None
+        else {
+            STOCK: even.stock_us,
+            **{name: ours(name, even.stock_us, [even.ours_us[name]]) for name in holding or in_all},
+        },
     )
 
 

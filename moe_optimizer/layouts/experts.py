@@ -195,7 +195,9 @@ def _ours(question: LayoutQuestion, layout: Layout) -> bool:
     if not question.our_kernels or layout.data_parallel_size > 1:
         return False
     table = _table(question, _shape(question, layout)) if question.ours_where_never_slower else None
-    return not question.ours_where_never_slower or (table is not None and ours_never_slower(table))
+    if not question.ours_where_never_slower:
+        return True
+    return table is not None and ours_never_slower(table, rounded=question.rounded_activations)
 
 
 def _shape(question: LayoutQuestion, layout: Layout) -> LayerShape:

@@ -253,8 +253,9 @@ def ours_never_slower(table: KernelSpeeds, *, rounded: bool = False) -> bool:
         usable = [us for name, us in row.ours_us.items() if rounded or not rounds_activations(name)]
         own_choice = table.backend not in ("", *STOCK_BACKENDS.values())
         theirs = row.peers_us.get(table.backend, math.inf) if own_choice else row.stock_us
-        ratios.append(theirs / min(usable, default=math.inf))
-    return bool(ratios) and min(ratios) >= 1 - MARGIN and max(ratios) >= 1 + MARGIN
+        ratios.append(theirs / min(usable) if usable else 0.0)
+    compared = any(math.isfinite(each) for each in ratios)
+    return compared and min(ratios) >= 1 - MARGIN and max(ratios) >= 1 + MARGIN
 
 
 _HASH_DIGITS = 64

@@ -15,6 +15,7 @@ from moe_optimizer.passes.flash_dmoe.questions import (
     layer_shape,
     open_questions,
     questions,
+    release,
     stored_weights,
     table_of_ours_alone,
 )
@@ -172,9 +173,10 @@ class FlashDmoe(OptimizationPass):
         four_bits, weights = stored_four_bits(ctx.model), stored_weights(ctx)[0]
         table, ranges, measured = _ours_alone(ctx)
         evidence = () if table is None else (table.source,)
-        faster = table is not None and ours_never_slower(table, rounded=True)
+        compared = table is not None and table.vllm == _vllm(ctx) and not table.unfinished
+        faster = compared and table is not None and ours_never_slower(table, rounded=True)
         if not faster and ctx.wish(self.name)[0] is not Wish.ON:
-            why = _why_not_as_stored(table, measured)
+            why = _why_not_as_stored(ctx, table, measured)
             return self._left_to_vllm(ctx, f"{_STOCK_READS[four_bits]}; {why}: {_ASK_FOR_OURS}", evidence=evidence)
         return self.decision(
             ctx,
@@ -270,12 +272,12 @@ def _ours_alone(ctx: PlanContext) -> tuple[KernelSpeeds | None, tuple[TokenRange
     table, shape, weights = table_of_ours_alone(ctx), layer_shape(ctx), stored_weights(ctx)[0]
     rounded = weights == MXFP4 and ctx.profile.passes.four_bit.activations == "fp8"
     from_tokens = speeds.rounded_from(shape.num_global_experts, shape.top_k) if rounded else None
-    if table is None:
+    rows = () if table is None else speeds.with_allowed_kernels(table.rows, rounded=rounded)
+    if table is None or not rows:
         by_arithmetic = "which kernel for how many tokens is by arithmetic: none was measured on this layer here"
         ranges = speeds.unmeasured(weights, rounded_from=from_tokens)
         return None, ranges, f"{by_arithmetic}{speeds.rounding_in_words(ranges)}"
-    if not rounded:
-        table = dataclasses.replace(table, rows=speeds.without_rounded(table.rows))
+    table = dataclasses.replace(table, rows=rows)
     ranges = fastest_ranges(table.rows)
     if from_tokens is not None:
         ranges = speeds.with_rounded(ranges, from_tokens)
@@ -291,11 +293,20 @@ def _fastest_of_ours(row: TokenSpeeds) -> float:
     return min(row.ours_us.values())
 
 
-def _why_not_as_stored(table: KernelSpeeds | None, measured: str) -> str:
+def _vllm(ctx: PlanContext) -> str:
+    """Return the version of the vLLM that is planned for, as tables have it; "" where there is none."""
+    return "" if ctx.software.vllm is None else release(ctx.software.vllm.version)
+
+
+def _why_not_as_stored(ctx: PlanContext, table: KernelSpeeds | None, measured: str) -> str:
     """Return why plans leave experts to vLLM that our kernels would read as the checkpoint stores them."""
+    ours = "ours read them as they are stored"
     if table is None:
-        ours = "ours read them as they are stored"
         return f"{ours}, and were not measured beside these on such a layer with the kernels of this build"
+    if table.vllm != _vllm(ctx):
+        return (
+            f"{ours}, and were measured beside those of vLLM {table.vllm}, not of {_vllm(ctx) or 'none'} ({measured})"
+        )
     return f"{speeds.why_vllms((table,))}, {measured}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from moe_optimizer.plan.decision import Gain
 from moe_optimizer.specs.expert_formats import INT4, MXFP4
 from moe_optimizer.specs.kernel_speeds import (
     ANY_NUMBER,
+    MARGIN,
     STOCK,
     KernelSpeeds,
     TokenRange,
@@ -59,12 +61,21 @@ def with_rounded(ranges: Sequence[TokenRange], from_tokens: int) -> tuple[TokenR
     return (*below, *([cut] if cut.up_to > (below[-1].up_to if below else 0) else []), last)
 
 
-def without_rounded(rows: Sequence[TokenSpeeds]) -> tuple[TokenSpeeds, ...]:
-    """Return the rows without kernels that round activations."""
-    return tuple(
-        replace(row, ours_us={use: us for use, us in row.ours_us.items() if not rounds_activations(use)})
-        for row in rows
-    )
+def with_allowed_kernels(rows: Sequence[TokenSpeeds], *, rounded: bool) -> tuple[TokenSpeeds, ...]:
+    """Return the rows with the kernels that may compute, and none that have none.
+
+    Args:
+        rows: of a table of experts that ours alone read.
+        rounded: whether activations may be rounded. They are where that is faster by more than medians differ from run
+            to run.
+    """
+    kept = []
+    for row in rows:
+        exact = {use: us for use, us in row.ours_us.items() if not rounds_activations(use)}
+        enough = (1 - MARGIN) * min(exact.values(), default=math.inf)
+        pays = {use: us for use, us in row.ours_us.items() if rounded and use not in exact and us <= enough}
+        kept.append(replace(row, ours_us=exact | pays))
+    return tuple(row for row in kept if row.ours_us)
 
 
 def rounding_in_words(ranges: Sequence[TokenRange]) -> str:
@@ -112,7 +123,8 @@ def gain_over_stock(table: KernelSpeeds, times: Callable[[TokenSpeeds], float], 
     """Return what another way than vLLM's Triton gains in a decode step of so many requests."""
     row = nearest_row(table.rows, batch)
     ratio = Quantity(row.stock_us / times(row), "ratio", Source.MEASURED, table.source)
-    return Gain(metric=f"expert kernels of one layer at {row.tokens} tokens", ratio=ratio)
+    at = "1 token" if row.tokens == 1 else f"{row.tokens} tokens"
+    return Gain(metric=f"expert kernels of one layer at {at}", ratio=ratio)
 
 
 def nearest_row(rows: Sequence[TokenSpeeds], tokens: int) -> TokenSpeeds:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,13 @@ from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.draft import DraftSpec
 from moe_optimizer.specs.front_end import FrontEnd, FrontEndTime
-from moe_optimizer.specs.kernel_speeds import TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds
 from moe_optimizer.specs.links import Links, LinkTimes
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     deepseek_v3,
+    gpt_oss_120b,
     gpus,
     kernel_speeds,
     made_plan,
@@ -111,6 +113,22 @@ def test_as_many_clients_for_each_of_more_servers_are_predicted_alike():
     few, many = (of_machines(count).estimate for count in (16, 32))
     assert many.tpot_ms == pytest.approx(few.tpot_ms, rel=0.01)
     assert many.tokens_per_s == pytest.approx(2 * few.tokens_per_s, rel=0.01)
+
+
+def test_experts_that_a_plan_leaves_to_vllm_are_predicted_as_vllms():
+    """Here because of LoRA, which the search knows nothing of."""
+    faster = TokenSpeeds(tokens=1, stock_us=60.0, ours_us={"direct": 30.0})
+    layer = LayerShape(hidden_size=2880, intermediate_size=2880, num_experts=128, num_global_experts=128, top_k=4)
+    table = dataclasses.replace(kernel_speeds(faster, weights="mxfp4", shape=layer), device="NVIDIA H200")
+    installed = with_speeds(software("cuda", cuda_ops=("fused_experts",)), table)
+
+    def tpot_ms(*arguments: str, **fields: Any) -> float:
+        plan = made_plan(gpt_oss_120b(), gpus("h200", 1), software=installed, clients=1, vllm_args=arguments, **fields)
+        return choice_of(plan).estimate.tpot_ms
+
+    off = {"wishes": resolve_wishes([], ["flash-dmoe"])}
+    assert tpot_ms() < 0.8 * tpot_ms(**off)
+    assert tpot_ms("--enable-lora") == tpot_ms("--enable-lora", **off)
 
 
 def test_an_engine_takes_no_more_requests_at_once_than_vllm_does_by_itself():

@@ -21,6 +21,7 @@ from moe_optimizer.specs.kernel_speeds import (
     fastest_ranges,
     kernel_for,
     never_slower,
+    ours_never_slower,
     token_ranges,
 )
 from tests.builders import QWEN_LAYER, kernel_speeds
@@ -204,3 +205,33 @@ def test_a_dispatch_without_vllms_kernel_covers_all_and_is_the_fastest_where_it_
     assert all(first.use != second.use for first, second in itertools.pairwise(ranges))
     for each in rows:
         assert each.ours_us[kernel_for(ranges, each.tokens)] == min(each.ours_us.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "rounded", "expected"),
+    [
+        ((row(1, direct=60.0), row(64, direct=101.0)), False, True),
+        ((row(1, direct=60.0), row(64, direct=103.0)), False, False),
+        ((row(1, direct=99.0),), False, False),
+        (
+            (row(1, direct=60.0), TokenSpeeds(tokens=64, stock_us=100.0, ours_us={"grouped-mxfp4-n64": 50.0})),
+            False,
+            False,
+        ),
+        (
+            (row(1, direct=60.0), TokenSpeeds(tokens=64, stock_us=100.0, ours_us={"grouped-mxfp4-n64": 50.0})),
+            True,
+            True,
+        ),
+        ((), False, False),
+    ],
+    ids=["level somewhere", "slower somewhere", "nowhere a gain", "only by rounding", "by rounding", "nothing"],
+)
+def test_ours_take_the_place_of_vllms_where_they_lose_at_no_number_of_tokens(rows, rounded, expected):
+    assert ours_never_slower(table(rows=rows), rounded=rounded) is expected
+
+
+def test_beside_a_backend_of_vllms_that_was_not_timed_nothing_is_known():
+    timed = TokenSpeeds(tokens=1, stock_us=10.0, ours_us={"direct": 50.0})
+    assert not ours_never_slower(table(rows=(timed,), backend="marlin"))
+    assert ours_never_slower(table(rows=(dataclasses.replace(timed, peers_us={"marlin": 60.0}),), backend="marlin"))

@@ -164,6 +164,24 @@ def test_gpt_oss_is_left_to_vllm_where_ours_lose_somewhere_with_the_numbers():
     assert decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, wishes=ASKED).status is Status.ON
 
 
+def test_activations_are_not_rounded_for_less_than_medians_differ_from_run_to_run():
+    both = {"grouped-mxfp4_weights-n16": 57.7, "grouped-mxfp4-n64": 57.6}
+    installed = gpt_oss_layer(TokenSpeeds(tokens=4, stock_us=68.0, ours_us=both))
+    profile = profile_with("balanced", {"four_bit": {"activations": "fp8"}})
+    params = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=installed, profile=profile).params_as(FlashDmoeParams)
+    assert params.dispatch["mxfp4"][0].use == "grouped-mxfp4_weights-n16"
+
+
+def test_a_table_beside_another_vllm_decides_nothing_unasked():
+    """What its kernels take of the same weights is not known."""
+    shape = LayerShape(hidden_size=2880, intermediate_size=2880, num_experts=32, num_global_experts=32, top_k=4)
+    table = dataclasses.replace(kernel_speeds(row(1, 60.0, 40.0), weights="mxfp4", shape=shape), vllm="0.1.0")
+    left = decide(gpt_oss_20b(), gpus("h100_sxm"), installed=with_speeds(built(), table))
+    assert left.status is Status.OFF
+    assert "0.1.0" in left.reason
+    assert left.evidence == ("a record",)
+
+
 @pytest.mark.parametrize(("activations", "gain"), [("bf16", 1.5), ("fp8", 2.0)])
 def test_a_kernel_that_rounds_activations_counts_only_where_the_profile_has_it_round(activations, gain):
     rounds = TokenSpeeds(

@@ -54,14 +54,14 @@ def test_the_plan_says_up_to_how_many_tokens_and_by_which_record():
     assert decision.params_as(FlashDmoeParams).dispatch == asked("off").params_as(FlashDmoeParams).dispatch
 
 
-def test_a_model_that_multiplies_its_gate_itself_gets_it_only_where_it_is_asked_for():
-    """Each layer of the server then says whether it has it."""
+def test_a_model_that_multiplies_its_gate_itself_does_not_get_it_and_who_asked_is_told():
     other = dataclasses.replace(qwen3_30b_a3b(), model_type="mixtral")
-    for setting, expected in (("auto", 0), ("on", MAX_TOKENS)):
+    for setting, warnings in (("auto", 0), ("on", 1)):
         decision = asked(setting, model=other)
         assert decision.status is Status.ON
-        assert most(decision) == expected
-        assert not decision.warnings
+        assert most(decision) == 0
+        assert len(decision.warnings) == warnings
+    assert "mixtral" in asked("on", model=other).warnings[0]
 
 
 def test_a_build_without_it_leaves_the_experts_ours_with_a_warning_if_it_was_asked_for():
