@@ -15,6 +15,7 @@ from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import balances_while_serving, given_replicas, why_not_placed
+from moe_optimizer.plan_context.expert_kernel import ours_are_decided
 from moe_optimizer.specs.expert_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -43,7 +44,7 @@ class ExpertPlacement(OptimizationPass):
 
     def why_not(self, ctx: PlanContext) -> str:
         """Needs expert parallelism, and a way: a measured load for `initial`, CUDA for `eplb`."""
-        return why_not_placed(ctx, ctx.parallelism, ours=_ours(ctx))
+        return why_not_placed(ctx, ctx.parallelism, ours=ours_are_decided(ctx))
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision without the pass, and warn where the user's own flag goes to vLLM all the same."""
@@ -59,7 +60,7 @@ class ExpertPlacement(OptimizationPass):
         Raises:
             InputError: the load is of another model or of no traffic, or --eplb-config is none.
         """
-        if balances_while_serving(ctx, ctx.parallelism, ours=_ours(ctx)):
+        if balances_while_serving(ctx, ctx.parallelism, ours=ours_are_decided(ctx)):
             return self._eplb(ctx)
         placed = _place(ctx, replicas=0)
         wish, _ = ctx.wish(self.name)
@@ -140,10 +141,6 @@ class _Placed:
         """The files."""
         files = (self.placed_by,) if self.checked_on is None else (self.placed_by, self.checked_on)
         return tuple(f"{file.path} ({file.load.steps} steps since {file.load.since})" for file in files)
-
-
-def _ours(ctx: PlanContext) -> bool:
-    return ctx.decided["flash_dmoe"].status is Status.ON
 
 
 def _place(ctx: PlanContext, *, replicas: int) -> _Placed:

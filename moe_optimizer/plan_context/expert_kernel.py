@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cuda_kernel import why_no_cuda_kernel
 from moe_optimizer.specs.expert_formats import INT4, INT4_GROUPS, MXFP4, int4_weights
@@ -120,6 +121,15 @@ def why_groups_are_cut(ctx: PlanContext) -> str:
         f"needs a hidden size and an expert width in multiples of {scheme.group}, which share a scale, "
         f"found {model.expert_hidden_size} and {width}"
     )
+
+
+def ours_are_decided(ctx: PlanContext) -> bool:
+    """Return whether a kernel of ours computes experts by the decision of flash_dmoe, which is also on where it takes
+    another backend of vLLM's.
+    """
+    decision = ctx.decided["flash_dmoe"]
+    params = decision.params
+    return decision.status is Status.ON and isinstance(params, FlashDmoeParams) and params.kernel is not None
 
 
 def why_not_built(ctx: PlanContext) -> str:

@@ -12,9 +12,9 @@ from moe_optimizer.layouts.serving import Prediction, predict, step_tokens
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate, waiting_in_words
 from moe_optimizer.plan.memory_plan import MemoryPlan
-from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.allowed_layouts import allows_layout
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import ours_are_decided
 from moe_optimizer.plan_context.layout_question import layout_question, placed_servers
 from moe_optimizer.plan_context.pinned_layout import check_pinned, refuse_without_layouts
 from moe_optimizer.specs.layout import Layout, parse_layout
@@ -76,17 +76,18 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
     if choice is None:
         return None
     question, requests = layout_question(asked), decided.scheduler.max_num_seqs
+    pending = decided.decided["flash_dmoe"].status is Status.PENDING
     question = dataclasses.replace(
         question,
         memory=dataclasses.replace(question.memory, max_num_seqs=requests),
         max_running=requests,
         api_servers=choice.estimate.api_servers,
         placed=placed_servers(decided, question),
-        our_kernels=question.our_kernels and _ours_compute(decided),
+        our_kernels=question.our_kernels and (pending or ours_are_decided(decided)),
         ours_where_never_slower=False,
     )
     request = decided.memory_request(**decided.memory_terms(decided.kv_cache.kv_bits))
-    if decided.decided["flash_dmoe"].status is Status.PENDING:
+    if pending:
         tokens = min(request.max_num_batched_tokens, step_tokens(question, choice.layout))
         request = dataclasses.replace(request, max_num_batched_tokens=tokens)
     prediction = predict(question, choice.layout, memory, request=request)
@@ -97,14 +98,6 @@ def predicted_as_decided(asked: PlanContext, decided: PlanContext, memory: Memor
         front_end_us=prediction.front_end_us,
         own_front_end_share=_rounded(prediction.own_front_end_share),
     )
-
-
-def _ours_compute(decided: PlanContext) -> bool:
-    """Return whether kernels of ours compute experts by a plan, or may once they are measured."""
-    decision = decided.decided["flash_dmoe"]
-    if decision.status is Status.PENDING:
-        return True
-    return decision.status is Status.ON and decision.params_as(FlashDmoeParams).kernel is not None
 
 
 def _refuse(ctx: PlanContext, ranking: Ranking, question: LayoutQuestion) -> NoReturn:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from typing import Any
 
 import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import ExpertPlacementParams
+from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams
 from tests.builders import (
     context,
     cpu_machine,
@@ -29,9 +30,9 @@ ON = {"expert_placement": (Wish.ON, "flag --enable-expert-placement")}
 
 
 def decided(
-    model, hardware, *, load=None, parallelism=EP, section=None, flash_dmoe: bool = True, **changes
+    model, hardware, *, load=None, parallelism=EP, section=None, flash_dmoe=Status.ON, kernel: Any = "cuda", **changes
 ) -> Decision:
-    """Return the decision; `flash_dmoe`: whether our kernel computes the experts."""
+    """Return the decision after one of flash_dmoe: its status, and which kernel of ours it takes."""
     from moe_optimizer.passes.registry import all_passes
 
     if hardware.gpu is None:
@@ -40,10 +41,10 @@ def decided(
     ctx = context(model, hardware, profile, expert_load=load, **changes)
     passes = {each.name: each for each in all_passes()}
     ctx = dataclasses.replace(ctx, decided={"parallelism": passes["parallelism"].decide(ctx)})
-    kernel = dataclasses.replace(
-        passes["flash_dmoe"].when_off(ctx, "for the test"), status=Status.ON if flash_dmoe else Status.OFF
+    experts = dataclasses.replace(
+        passes["flash_dmoe"].when_off(ctx, "for the test"), status=flash_dmoe, params=FlashDmoeParams(kernel=kernel)
     )
-    ctx = dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": kernel})
+    ctx = dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": experts})
     return passes["expert_placement"].decide(ctx)
 
 
@@ -119,7 +120,11 @@ def test_an_even_load_is_left_alone_unless_asked_for():
             "(--enable-expert-parallel)",
         ),
         (
-            lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, flash_dmoe=False),
+            lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, flash_dmoe=Status.OFF),
+            "only our expert",
+        ),
+        (
+            lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, kernel=None),
             "only our expert",
         ),
         (
@@ -176,10 +181,10 @@ def test_asked_for_without_a_load_it_is_vllms_load_balancer_with_our_policy():
 
 def test_redundant_experts_are_replicas_under_the_load_balancer():
     model = qwen3_30b_a3b()
-    decision = on_gpus(placement_load(model), section={"redundant_experts": 16}, flash_dmoe=False)
+    decision = on_gpus(placement_load(model), section={"redundant_experts": 16}, flash_dmoe=Status.OFF)
     assert json.loads(decision.vllm_args.words[2]) == {"num_redundant_experts": 16}
     assert decision.value == "EPLB, 16 replicas"
-    without = on_gpus(placement_load(model), wishes=ON, flash_dmoe=False)
+    without = on_gpus(placement_load(model), wishes=ON, flash_dmoe=Status.OFF)
     assert decision.gain is not None
     assert without.gain is not None
     assert decision.gain.ratio.value > without.gain.ratio.value
