@@ -104,7 +104,9 @@ def _link_request(asked: int | None) -> LinkRequest:
         what = "processes, without a GPU" if device == "cpu" else "GPUs"
         raise UnsupportedError(
             f"measure links: got {most} {what}, expected at least {_PROCESSES}, and at most the {there} that are here",
-            hint="one GPU exchanges nothing: plans need no links of it",
+            hint="one GPU exchanges nothing: plans need no links of it"
+            if there < _PROCESSES
+            else f"without --gpus all {there} are timed",
         )
     groups = sorted({2**exponent for exponent in range(1, most.bit_length())} | {most})
     return LinkRequest(device=device, name=name, groups=tuple(groups), most_bytes=MOST_BYTES[device])

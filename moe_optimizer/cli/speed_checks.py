@@ -53,7 +53,7 @@ def _why_not(
         same, sources = table.device.startswith(f"{here} ("), kernels.cpu_sources
     if not same:
         return f"measured on {table.device}, this is {here}"
-    if vllm is None or vllm.version.partition("+")[0] != table.vllm:
+    if vllm is None or vllm.release != table.vllm:
         return f"measured with vLLM {table.vllm}, installed is {vllm.version if vllm else 'none'}"
     if table.kernel_hash != sources:
         return f"measured with kernels {table.kernel_hash[:12]}, built are {sources[:12] or 'none'}"

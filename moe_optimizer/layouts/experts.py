@@ -194,9 +194,9 @@ def _ours(question: LayoutQuestion, layout: Layout) -> bool:
     # ours the fit would take copies where AIConfigurator gives slices 15 % more.
     if not question.our_kernels or layout.data_parallel_size > 1:
         return False
-    table = _table(question, _shape(question, layout)) if question.ours_where_never_slower else None
     if not question.ours_where_never_slower:
         return True
+    table = _table(question, _shape(question, layout))
     return table is not None and ours_never_slower(table, rounded=question.rounded_activations)
 
 

@@ -143,8 +143,8 @@ def _ours(ctx: PlanContext) -> bool:
     if wish is Wish.OFF or why_model_does_not_fit(ctx) or why_not_built(ctx):
         return False
     # Beside the kernels of another vLLM nothing is known of experts that this one repacks.
-    vllm = ctx.software.vllm.version if ctx.software.vllm is not None else ""
-    beside = any(each.vllm == vllm.partition("+")[0] for each in ctx.software.kernel_speeds.tables)
+    vllm = ctx.software.vllm.release if ctx.software.vllm is not None else ""
+    beside = any(each.vllm == vllm for each in ctx.software.kernel_speeds.tables)
     return beside or wish is Wish.ON or not stored_four_bits(ctx.model)
 
 

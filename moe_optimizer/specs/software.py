@@ -23,6 +23,11 @@ class VllmInstallation:
     location: str
     """Folder of the package."""
 
+    @property
+    def release(self) -> str:
+        """The version without the build that follows "+", as in tables of kernel speeds: 0.26.0 of 0.26.0+cu130."""
+        return self.version.partition("+")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInventory:

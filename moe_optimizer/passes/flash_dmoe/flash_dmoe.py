@@ -15,7 +15,6 @@ from moe_optimizer.passes.flash_dmoe.questions import (
     layer_shape,
     open_questions,
     questions,
-    release,
     stored_weights,
     table_of_ours_alone,
 )
@@ -295,7 +294,7 @@ def _fastest_of_ours(row: TokenSpeeds) -> float:
 
 def _vllm(ctx: PlanContext) -> str:
     """Return the version of the vLLM that is planned for, as tables have it; "" where there is none."""
-    return "" if ctx.software.vllm is None else release(ctx.software.vllm.version)
+    return "" if ctx.software.vllm is None else ctx.software.vllm.release
 
 
 def _why_not_as_stored(ctx: PlanContext, table: KernelSpeeds | None, measured: str) -> str:

@@ -79,7 +79,7 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
             weights=weights,
             shape=layer_shape(ctx),
             kernel_hash=kernels.cpu_sources if on_cpu else kernels.cuda_sources,
-            vllm="" if vllm is None else release(vllm.version),
+            vllm="" if vllm is None else vllm.release,
             driver="" if on_cpu else ctx.hardware.driver_version or "",
             torch=software.torch,
             triton="" if on_cpu else software.triton,
@@ -88,11 +88,6 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
         )
         for at, weights in enumerate(stored_weights(ctx))
     )
-
-
-def release(version: str) -> str:
-    """Return a version without the build that follows "+": "0.26.0" of "0.26.0+cu130"."""
-    return version.partition("+")[0]
 
 
 def found_tables(ctx: PlanContext) -> dict[str, KernelSpeeds]:

@@ -18,17 +18,19 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(OPS))
 
 
+def mxfp4(experts: int, rows: int, columns: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random codes and exponents."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
+    return codes, torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=g)
+
+
 def test_padded_mxfp4_experts_have_zeros_around_the_same_gate_up_and_down() -> None:
     from bench_cuda_cases import Weights, padded_mxfp4
 
     experts, hidden, width = 2, 192, 96
-    g = torch.Generator().manual_seed(0)
-
-    def parts(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
-        return codes, torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=g)
-
-    (w13, w13_scale), (w2, w2_scale) = parts(2 * width, hidden), parts(hidden, width)
+    w13, w13_scale = mxfp4(experts, 2 * width, hidden, seed=0)
+    w2, w2_scale = mxfp4(experts, hidden, width, seed=1)
     padded_w13, padded_w2, padded_w13_scale, padded_w2_scale = padded_mxfp4(Weights(w13, w2, w13_scale, w2_scale))
     assert padded_w13.shape == (experts, 2 * 128, 256 // 2)
     assert padded_w2.shape == (experts, 256, 128 // 2)
@@ -46,13 +48,8 @@ def test_slices_of_gpt_oss_have_zeros_up_to_the_64_columns_that_triton_kernels_t
     from bench_cuda_cases import Weights, padded_gate_up_in_turn
 
     experts, hidden, width = 2, 64, 96
-    g = torch.Generator().manual_seed(0)
-
-    def parts(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
-        return codes, torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=g)
-
-    (w13, w13_scale), (w2, w2_scale) = parts(2 * width, hidden), parts(hidden, width)
+    w13, w13_scale = mxfp4(experts, 2 * width, hidden, seed=0)
+    w2, w2_scale = mxfp4(experts, hidden, width, seed=1)
     padded_w13, padded_w2, padded_w13_scale, padded_w2_scale = padded_gate_up_in_turn(
         Weights(w13, w2, w13_scale, w2_scale)
     )
